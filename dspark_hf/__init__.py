@@ -1,0 +1,47 @@
+"""DSpark speculative decoding for transformers: `model.generate(**inputs, assistant_model=drafter)`.
+
+Importing this package registers the drafter with the Auto classes and makes `generate` understand it (`dispatch`).
+"""
+
+from transformers import AutoConfig, AutoModel
+
+from . import dispatch
+from .alignment import AlignmentReport, check_alignment
+from .candidate_generator import DSparkCandidateGenerator
+from .configuration_dspark import DSparkConfig
+from .errors import (
+    AlignmentError,
+    CheckpointFieldError,
+    DSparkError,
+    IncompleteCheckpointError,
+    UnsupportedCheckpointError,
+    UnsupportedGenerationError,
+)
+from .generation import SpeculativeDecoding
+from .modeling_dspark import DSparkDrafter
+from .trace import Trace
+from .vocabulary import DraftVocabularyMap
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AlignmentError",
+    "AlignmentReport",
+    "CheckpointFieldError",
+    "DSparkCandidateGenerator",
+    "DSparkConfig",
+    "DSparkDrafter",
+    "DSparkError",
+    "DraftVocabularyMap",
+    "IncompleteCheckpointError",
+    "SpeculativeDecoding",
+    "Trace",
+    "UnsupportedCheckpointError",
+    "UnsupportedGenerationError",
+    "check_alignment",
+    "dispatch",
+]
+
+AutoConfig.register(DSparkConfig.model_type, DSparkConfig, exist_ok=True)
+AutoModel.register(DSparkConfig, DSparkDrafter, exist_ok=True)
+dispatch.install()

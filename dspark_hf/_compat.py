@@ -1,0 +1,31 @@
+"""Differences between the supported versions of transformers, each with the version that ends it."""
+
+from typing import Any
+
+from transformers import Cache
+from transformers.generation import GenerateDecoderOnlyOutput
+
+# Until 5.24 the cache is called `past_key_values` in arguments and outputs. Goes with support for < 5.24.
+CACHE_NAME = "cache" if "cache" in GenerateDecoderOnlyOutput.__annotations__ else "past_key_values"
+
+
+def get_cache(holder: Any) -> Cache | None:
+    """The cache in a model's output or in its keyword arguments."""
+    return holder.get(CACHE_NAME)
+
+
+def generate_output(*, cache: Cache | None, **fields) -> GenerateDecoderOnlyOutput:
+    """The output that `generate(return_dict_in_generate=True)` gives in this version."""
+    return GenerateDecoderOnlyOutput(**{CACHE_NAME: cache}, **fields)
+
+
+def is_croppable(cache: Cache) -> bool:
+    """Whether rejected positions can be taken back out of the cache."""
+    return bool(cache.is_croppable)
+
+
+def stop_recording_past(cache: Cache) -> None:
+    """Undoes `activate_past_recording`, so that a returned cache behaves as one that plain generation returns."""
+    for layer in cache.layers:
+        if hasattr(layer, "record_past"):
+            layer.record_past = False

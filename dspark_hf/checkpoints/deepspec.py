@@ -1,0 +1,84 @@
+"""DeepSpec's DSpark drafters, and the DFlash ones that it trains (a Markov rank of 0).
+
+The file has its own embedding and head; the anchor predicts; every draft layer is full attention, whatever
+`layer_types` says.
+"""
+
+import math
+from typing import Any
+
+from ..errors import UnsupportedCheckpointError
+from .fields import Fields, read_block, read_heads, read_taps
+from .qwen3 import read_backbone
+
+ARCHITECTURES = ("Qwen3DSparkModel", "Gemma4DSparkModel")
+SPARE_TENSORS = ()
+
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def translate(source: str, config_dict: dict[str, Any]) -> dict[str, Any]:
+    """Our settings for a DeepSpec `config.json`.
+
+    Raises:
+        CheckpointFieldError: a field is missing, contradictory or out of range.
+        UnsupportedCheckpointError: a Gemma4 variant that DeepSpec itself rejects.
+    """
+    fields = Fields(source, config_dict)
+    is_gemma4 = "Gemma4DSparkModel" in config_dict["architectures"]
+    backbone = _read_gemma4_backbone(fields) if is_gemma4 else {**read_backbone(fields), "embedding_scale": 1.0}
+    return {
+        **backbone,
+        **read_block(fields, backbone["vocab_size"], sample_from_anchor=True),
+        **read_taps(fields),
+        **read_heads(fields),
+        "layer_types": ["full_attention"] * backbone["num_hidden_layers"],
+        "final_logit_softcapping": fields.number("final_logit_softcapping"),
+        "dtype": config_dict.get("dtype"),
+        "target_model_name_or_path": fields.get("target_model_name_or_path"),
+        "source_format": "deepspec dspark",
+    }
+
+
+def _read_gemma4_backbone(fields: Fields) -> dict[str, Any]:
+    # From the raw keys: the host's Gemma4 config folds the global ones away in newer versions.
+    _refuse_gemma4_variants(fields)
+    shares_kv = fields.flag("attention_k_eq_v")
+    sizes = {name: fields.whole(name) for name in _SIZES}
+    return {
+        **sizes,
+        "backbone": "gemma4",
+        "head_dim": fields.whole("global_head_dim"),
+        "num_key_value_heads": fields.whole("num_global_key_value_heads" if shares_kv else "num_key_value_heads"),
+        "attention_k_eq_v": shares_kv,
+        "attention_bias": fields.flag("attention_bias", default=False),
+        "attention_dropout": fields.number("attention_dropout", default=0.0),
+        "hidden_act": fields.require("hidden_activation"),
+        "rms_norm_eps": fields.number("rms_norm_eps", default=1e-6),
+        "rope_parameters": _read_gemma4_rope(fields),
+        "max_position_embeddings": fields.whole("max_position_embeddings"),
+        "initializer_range": fields.number("initializer_range", default=0.02),
+        "embedding_scale": math.sqrt(sizes["hidden_size"]),
+    }
+
+
+def _refuse_gemma4_variants(fields: Fields) -> None:
+    for name in ("enable_moe_block", "hidden_size_per_layer_input", "num_kv_shared_layers"):
+        if fields.get(name):
+            raise UnsupportedCheckpointError(
+                fields.source,
+                f"a Gemma4 variant with `{name}` {fields.get(name)}",
+                "Only the dense Gemma4 draft layers can be built: use a drafter trained with them.",
+            )
+
+
+def _read_gemma4_rope(fields: Fields) -> dict[str, Any]:
+    # Beside the dicts per layer type, transformers writes a pair `rope_type`, `rope_theta` that means nothing.
+    rope = fields.require("rope_parameters")
+    full = rope.get("full_attention") if isinstance(rope, dict) else None
+    if not isinstance(full, dict) or full.get("rope_theta") is None:
+        raise fields.error(
+            "rope_parameters",
+            f"must have an object `full_attention` with `rope_type` and `rope_theta`, got {rope!r}.",
+        )
+    return dict(full)

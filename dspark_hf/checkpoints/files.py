@@ -1,0 +1,86 @@
+"""Where the files of a checkpoint are and what their headers say. Knows nothing about formats."""
+
+import json
+import os
+from typing import Any
+
+from huggingface_hub import list_repo_files
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedConfig
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+from .refusals import refuse_files
+
+
+def read_config_dict(source: str, hub_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The content of `config.json`, untouched by any config class.
+
+    Raises:
+        OSError: there is no such folder or repository, or it has no readable `config.json`.
+        UnsupportedCheckpointError: there is no `config.json`, but GGUF files or pickles.
+    """
+    config_dict, _ = PreTrainedConfig.get_config_dict(source, **hub_kwargs)
+    if not config_dict:
+        refuse_files(source, _list_files(source, hub_kwargs))
+        raise OSError(f"{_place(source, hub_kwargs)} does not appear to have a file named {CONFIG_NAME}.")
+    config_dict.pop("_commit_hash", None)
+    return config_dict
+
+
+def read_shapes(source: str, hub_kwargs: dict[str, Any]) -> dict[str, list[int]]:
+    """Shape of each stored tensor by name, from the safetensors headers alone.
+
+    Raises:
+        OSError: there are no safetensors weights, a shard is missing, or a file is damaged.
+        UnsupportedCheckpointError: the weights are GGUF files or pickles.
+    """
+    shapes: dict[str, list[int]] = {}
+    for path in _weight_files(source, hub_kwargs):
+        shapes.update(_read_header(path))
+    return shapes
+
+
+def _weight_files(source: str, hub_kwargs: dict[str, Any]) -> list[str]:
+    single = cached_file(source, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False, **hub_kwargs)
+    if single is not None:
+        return [single]
+    index = cached_file(source, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False, **hub_kwargs)
+    if index is None:
+        refuse_files(source, _list_files(source, hub_kwargs))
+        # The host raises here, and says in its own words what is missing.
+        return [str(cached_file(source, SAFE_WEIGHTS_NAME, **hub_kwargs))]
+    return [str(cached_file(source, shard, **hub_kwargs)) for shard in _shard_names(index)]
+
+
+def _shard_names(index_path: str) -> list[str]:
+    with open(index_path, encoding="utf-8") as file:
+        return sorted(set(json.load(file)["weight_map"].values()))
+
+
+def _read_header(path: str) -> dict[str, list[int]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except SafetensorError as error:
+        raise OSError(
+            f"{path} is not a readable safetensors file ({error}). The download may be incomplete, or the file a Git "
+            "LFS pointer: fetch it again."
+        ) from error
+
+
+def _list_files(source: str, hub_kwargs: dict[str, Any]) -> list[str]:
+    """Names of the files beside the config; none where the Hub cannot be asked."""
+    folder = _place(source, hub_kwargs)
+    if os.path.isdir(source):
+        return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    if hub_kwargs["local_files_only"]:
+        return []
+    try:
+        names = list_repo_files(source, revision=hub_kwargs["revision"], token=hub_kwargs["token"])
+    except OSError:
+        return []
+    return [name for name in names if os.path.dirname(name) == hub_kwargs["subfolder"].strip("/")]
+
+
+def _place(source: str, hub_kwargs: dict[str, Any]) -> str:
+    return os.path.join(source, hub_kwargs["subfolder"]) if hub_kwargs["subfolder"] else source

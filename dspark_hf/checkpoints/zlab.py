@@ -1,0 +1,49 @@
+"""z-lab's DFlash drafters: no heads, no embedding of their own; only mask positions predict.
+
+Sliding layers follow the dflash 0.1.0 package: a window per query, causal unless `is_causal` is false.
+"""
+
+from typing import Any
+
+from .fields import NO_HEADS, Fields, read_block, read_taps
+from .qwen3 import read_backbone, read_window
+
+ARCHITECTURES = ("DFlashDraftModel",)
+SPARE_TENSORS = ()
+
+
+def translate(source: str, config_dict: dict[str, Any]) -> dict[str, Any]:
+    """Our settings for a z-lab `config.json`.
+
+    Raises:
+        CheckpointFieldError: a field is missing, contradictory or out of range.
+    """
+    fields = Fields(source, config_dict, home="dflash_config")
+    backbone = read_backbone(fields)
+    return {
+        **backbone,
+        **read_block(fields, backbone["vocab_size"], sample_from_anchor=False),
+        **read_taps(fields),
+        **NO_HEADS,
+        **_read_windows(fields, backbone),
+        "embedding_scale": fields.number("input_embedding_scale"),
+        "logits_multiplier": fields.number("output_multiplier", default=1.0),
+        "final_logit_softcapping": fields.number("final_logit_softcapping"),
+        "dtype": config_dict.get("dtype") or config_dict.get("torch_dtype"),
+        "target_model_name_or_path": fields.get("target_model_name_or_path"),
+        "source_format": "z-lab dflash",
+    }
+
+
+def _read_windows(fields: Fields, backbone: dict[str, Any]) -> dict[str, Any]:
+    window = read_window(fields, backbone)
+    is_causal = fields.flag("is_causal", default=window is not None)
+    if is_causal and "full_attention" in backbone["layer_types"] and fields.get("is_causal") is not None:
+        raise fields.error(
+            "is_causal",
+            f"is true, but `layer_types` is {backbone['layer_types']}: a causal layer with full attention cannot be "
+            "built. Remove it if only the sliding layers were trained causally.",
+        )
+    if window is None:
+        return {}
+    return {"sliding_window": window, "sliding_window_origin": "query", "sliding_block_causal": is_causal}

@@ -1,0 +1,117 @@
+"""The command `dspark-hf`. The options of a subcommand are the fields of its settings class, defaults included."""
+
+import argparse
+import dataclasses
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import transformers
+from transformers import HfArgumentParser
+
+from . import __version__
+from .alignment import check_alignment
+from .benchmark import BenchmarkSettings, run_benchmark
+from .comparison import PairSettings, load_pair
+from .demo import DemoSettings, run_demo
+from .errors import DSparkError
+
+
+@dataclass
+class CheckSettings(PairSettings):
+    """Check whether a drafter may draft for a target, and whether it will do so well."""
+
+
+@dataclass
+class VersionSettings:
+    """Print the versions that a report of a fault should name."""
+
+
+def _demo(settings: DemoSettings) -> int:
+    return 0 if run_demo(settings) else 1
+
+
+def _bench(settings: BenchmarkSettings) -> int:
+    run_benchmark(settings)
+    return 0
+
+
+def _check(settings: CheckSettings) -> int:
+    pair = load_pair(settings)
+    print(check_alignment(pair.target, pair.drafter, target_tokenizer=pair.tokenizer))
+    return 0
+
+
+def _version(settings: VersionSettings) -> int:
+    print("dspark-hf", __version__)
+    print("transformers", transformers.__version__)
+    print("torch", torch.__version__)
+    print("python", platform.python_version())
+    return 0
+
+
+COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
+    "demo": (DemoSettings, _demo),
+    "bench": (BenchmarkSettings, _bench),
+    "check": (CheckSettings, _check),
+    "version": (VersionSettings, _version),
+}
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    # "(default: None)" says nothing; where None stands for something, the help text itself names it.
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
+class _Parser(HfArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (--help lists the options)\n")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="dspark-hf", description="DSpark speculative decoding for Hugging Face transformers.")
+    subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
+    for name, (settings_class, _) in COMMANDS.items():
+        command = subparsers.add_parser(
+            name,
+            dataclass_types=settings_class,
+            help=settings_class.__doc__,
+            description=settings_class.__doc__,
+            formatter_class=_HelpFormatter,
+            allow_abbrev=False,
+        )
+        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def _settings(parser: _Parser, command: str, arguments: dict[str, Any]) -> Any:
+    settings_class = COMMANDS[command][0]
+    names = [field.name for field in dataclasses.fields(settings_class)]
+    try:
+        return settings_class(**{name: arguments[name] for name in names})
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs `dspark-hf`. Returns the exit code: 1 for an error at work, 2 (by `SystemExit`) for a wrong argument."""
+    parser = _parser()
+    parsed = vars(parser.parse_args(arguments))
+    settings = _settings(parser, parsed["command"], parsed)
+    try:
+        return COMMANDS[parsed["command"]][1](settings)
+    except (DSparkError, OSError, ValueError) as error:
+        if parsed["debug"]:
+            raise
+        print(f"dspark-hf: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

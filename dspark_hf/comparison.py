@@ -1,0 +1,199 @@
+"""A target alone and with its drafter: open the pair, time one answer, judge two texts. Used by demo and benchmark."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+from .demo_weights import DRAFTER_FOLDER, TARGET_ID, fetch_demo_target
+from .modeling_dspark import DSparkDrafter
+from .trace import TraceSummary
+
+# Greedy whatever the model's own generation_config asks for: two texts can be compared only without chance, and the
+# margins of `judge` are those of the raw logits.
+GREEDY: dict[str, Any] = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0}
+
+# How far a logit margin may move between a one-token pass and a block pass, in units of eps · max |logit|. On
+# SmolLM2-135M (30 layers, 1,800 positions) the largest move was 2.0 units in bfloat16 and 10.8 in float32; these are
+# twice that. The 16-bit dtypes round only between operations, their sums run in float32; in float32 the order of the
+# sums counts too, hence more units (of a 65,536 times smaller eps).
+_ROUNDING_UNITS = {torch.bfloat16: 4.0, torch.float16: 4.0, torch.float32: 22.0}
+
+
+@dataclass
+class PairSettings:
+    """Which pair to open, and how."""
+
+    target: str | None = field(default=None, metadata={"help": f"target: hub id or folder; default: {TARGET_ID}"})
+    gguf_file: str | None = field(default=None, metadata={"help": "name of a GGUF file in --target"})
+    drafter: str | None = field(
+        default=None, metadata={"help": "drafter: hub id or folder; default: the one of this package"}
+    )
+    dtype: Literal["bfloat16", "float32"] = field(
+        default="bfloat16", metadata={"help": "dtype of both models; in float32 the two texts are equal"}
+    )
+    device: str | None = field(default=None, metadata={"help": "default: the accelerator if there is one, else cpu"})
+
+    def __post_init__(self) -> None:
+        if self.gguf_file is not None and self.target is None:
+            raise ValueError("--gguf-file names a file in --target, which is missing")
+
+
+@dataclass
+class Pair:
+    """A target with its tokenizer, and a drafter."""
+
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    drafter: DSparkDrafter
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The new tokens of one `generate` call, its wall time, and the drafter's record of it."""
+
+    token_ids: list[int]
+    seconds: float
+    summary: TraceSummary | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        return len(self.token_ids) / self.seconds
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether two greedy texts are the same, and if not, whether rounding explains the first difference.
+
+    A block pass rounds differently from a one-token pass, so that a near tie may fall the other way; from there on
+    the texts go separate ways. That is all that may happen.
+
+    Attributes:
+        position: index of the first token that differs; `None` for equal texts.
+        margin: how far the lower one of the two tokens lies below the highest logit there, in a plain pass over the
+            common text; the top-2 margin, where the two are the top 2. `inf` where one text ends and the other goes
+            on.
+        rounding: the largest margin that rounding explains in this dtype.
+        dtype: the target's.
+    """
+
+    position: int | None = None
+    margin: float = 0.0
+    rounding: float = 0.0
+    dtype: str = ""
+
+    @property
+    def identical(self) -> bool:
+        return self.position is None
+
+    @property
+    def explained(self) -> bool:
+        """Whether the texts are equal, or differ by rounding only."""
+        return self.identical or self.margin <= self.rounding
+
+    def __str__(self) -> str:
+        if self.position is None:
+            return "identical"
+        where = f"differs from token {self.position + 1} on, margin {self.margin:.3g} there:"
+        if self.explained:
+            return f"{where} within {self.dtype} rounding (up to {self.rounding:.2g})"
+        return f"{where} BEYOND ROUNDING ({self.dtype}: up to {self.rounding:.2g}), please report"
+
+
+def load_pair(settings: PairSettings, report: Callable[[str], None] = print) -> Pair:
+    """Opens the target, its tokenizer and the drafter; fetches the demo's target where no other one is named."""
+    source = settings.target or fetch_demo_target(report)
+    device = settings.device or _default_device()
+    dtype = getattr(torch, settings.dtype)
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=settings.gguf_file)
+    target = AutoModelForCausalLM.from_pretrained(source, gguf_file=settings.gguf_file, dtype=dtype, device_map=device)
+    drafter = DSparkDrafter.from_pretrained(settings.drafter or DRAFTER_FOLDER, dtype=dtype, device_map=device)
+    return Pair(target.eval(), tokenizer, drafter.eval())
+
+
+def _default_device() -> str:
+    return str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
+
+
+def encode_prompt(pair: Pair, prompt: str) -> BatchEncoding:
+    """A user's prompt as the target's inputs: in its chat template, where it has one."""
+    if pair.tokenizer.chat_template is None:
+        inputs = pair.tokenizer(prompt, return_tensors="pt")
+    else:
+        inputs = pair.tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+    return inputs.to(pair.target.device)
+
+
+def timed_answer(
+    pair: Pair,
+    inputs: BatchEncoding,
+    *,
+    max_new_tokens: int,
+    with_drafter: bool = False,
+    streamer: BaseStreamer | None = None,
+    **options: Any,
+) -> Answer:
+    """Answers greedily, plain or with the drafter, and measures the wall time of the `generate` call.
+
+    Args:
+        inputs: one prompt, `input_ids` of shape (1, prompt length).
+        options: further arguments of `generate`.
+    """
+    if with_drafter:
+        options["assistant_model"] = pair.drafter
+    options |= {**GREEDY, "max_new_tokens": max_new_tokens, "streamer": streamer}
+    with pair.drafter.trace() if with_drafter else nullcontext() as trace:
+        start = time.perf_counter()
+        output = pair.target.generate(**inputs, **options)
+        # The copy to the host is inside the measured time: it waits for an accelerator to finish.
+        token_ids = output[0, inputs["input_ids"].shape[1] :].tolist()
+        seconds = time.perf_counter() - start
+    return Answer(token_ids, seconds, trace.summary() if trace is not None else None)
+
+
+def warm_up(pair: Pair, inputs: BatchEncoding) -> None:
+    """Answers once each way, so that no measured call pays for what happens only at the first one."""
+    for with_drafter in (False, True):
+        timed_answer(pair, inputs, max_new_tokens=8, with_drafter=with_drafter)
+
+
+@torch.inference_mode()
+def judge(target: PreTrainedModel, prompt_ids: Sequence[int], plain: Sequence[int], drafted: Sequence[int]) -> Verdict:
+    """Compares the new tokens of plain generation with those of another way to the same text.
+
+    Args:
+        prompt_ids: the prompt of both.
+        plain: new tokens of plain greedy generation.
+        drafted: new tokens of the other way.
+    """
+    position = _first_difference(plain, drafted)
+    if position is None:
+        return Verdict()
+    dtype = str(target.dtype).removeprefix("torch.")
+    if position == min(len(plain), len(drafted)):
+        return Verdict(position, margin=math.inf, dtype=dtype)
+    common = torch.tensor([[*prompt_ids, *plain[:position]]], device=target.device)
+    logits = target(input_ids=common, use_cache=False).logits[0, -1].float()  # (vocabulary,)
+    lower = min(logits[plain[position]].item(), logits[drafted[position]].item())
+    rounding = _ROUNDING_UNITS[target.dtype] * torch.finfo(target.dtype).eps * logits.abs().max().item()
+    return Verdict(position, margin=logits.max().item() - lower, rounding=rounding, dtype=dtype)
+
+
+def _first_difference(plain: Sequence[int], drafted: Sequence[int]) -> int | None:
+    for position, (one, other) in enumerate(zip(plain, drafted, strict=False)):
+        if one != other:
+            return position
+    return min(len(plain), len(drafted)) if len(plain) != len(drafted) else None
+
+
+def geometric_mean(ratios: Sequence[float]) -> float:
+    """The mean for ratios: twice as fast and half as fast cancel out."""
+    return math.exp(math.fsum(map(math.log, ratios)) / len(ratios))

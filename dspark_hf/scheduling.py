@@ -1,0 +1,77 @@
+"""How many draft tokens of a round does the target verify? Pure numbers: no model, no tensor.
+
+Today there is one policy: at most `num_assistant_tokens`, cut before the first position whose confidence falls below
+`assistant_confidence_threshold`. Both look only at what is known before the token in question is drawn (the confidence
+c_k is a function of the tokens before position k), so the output keeps the target's distribution (paper, section 4).
+"""
+
+from dataclasses import dataclass
+
+from transformers import GenerationConfig
+
+from .errors import UnsupportedGenerationError
+
+
+@dataclass(frozen=True)
+class DraftLength:
+    """The draft length policy of one call.
+
+    Attributes:
+        num_assistant_tokens: draft tokens of a round at most.
+        confidence_threshold: a position with a confidence below it ends the draft; 0 is off.
+    """
+
+    num_assistant_tokens: int
+    confidence_threshold: float
+
+    def ends_before(self, confidence: float) -> bool:
+        """Whether a position of this confidence is left out, and all after it. NaN ends the draft."""
+        return self.confidence_threshold > 0 and not confidence >= self.confidence_threshold
+
+
+def resolve_draft_length(
+    drafter_config: GenerationConfig,
+    num_draft_tokens: int,
+    has_confidence_head: bool,
+    num_assistant_tokens: int | None = None,
+    confidence_threshold: float | None = None,
+) -> DraftLength:
+    """The policy from the per-call arguments (they win), the drafter's settings, and the defaults.
+
+    Args:
+        drafter_config: `drafter.generation_config`.
+        num_draft_tokens: tokens that one block gives.
+        has_confidence_head: whether a threshold has anything to read.
+        num_assistant_tokens, confidence_threshold: of this call; `None` where it says nothing.
+
+    Raises:
+        UnsupportedGenerationError: a value out of range, or a setting that this drafter cannot follow.
+    """
+    schedule = drafter_config.num_assistant_tokens_schedule
+    if schedule not in (None, "constant"):
+        raise UnsupportedGenerationError(
+            f"`num_assistant_tokens_schedule` is {schedule!r}, but a DSpark drafter follows 'constant' only. "
+            "Set `drafter.generation_config.num_assistant_tokens_schedule = 'constant'`; "
+            "`assistant_confidence_threshold` shortens drafts round by round."
+        )
+    tokens = _first_given(num_assistant_tokens, drafter_config.num_assistant_tokens, num_draft_tokens)
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= num_draft_tokens:
+        raise UnsupportedGenerationError(
+            f"`num_assistant_tokens` is {tokens!r}, but this drafter gives 1 to {num_draft_tokens} tokens a round. "
+            "Leave it out to use all of them."
+        )
+    threshold = _first_given(confidence_threshold, drafter_config.assistant_confidence_threshold, 0.0)
+    if not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
+        raise UnsupportedGenerationError(
+            f"`assistant_confidence_threshold` is {threshold!r}, expected a probability from 0 (off) to 1."
+        )
+    if threshold > 0 and not has_confidence_head:
+        raise UnsupportedGenerationError(
+            f"`assistant_confidence_threshold` is {threshold}, but this drafter has no confidence head. "
+            "Set it to 0 or leave it out."
+        )
+    return DraftLength(tokens, float(threshold))
+
+
+def _first_given(*values):
+    return next(value for value in values if value is not None)

@@ -1,0 +1,132 @@
+"""The command line: its options, its exit codes, and one line for each error."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from dspark_hf import cli
+from dspark_hf.benchmark import BenchmarkSettings
+from dspark_hf.cli import main
+from dspark_hf.demo import DemoSettings
+from dspark_hf.errors import AlignmentError
+
+PAIR = SimpleNamespace(target="the target", drafter="the drafter", tokenizer=None)
+
+
+@pytest.fixture
+def seen(monkeypatch) -> list:
+    """The settings that reach a command; nothing runs."""
+    received = []
+    for name, (settings_class, _) in cli.COMMANDS.items():
+        monkeypatch.setitem(cli.COMMANDS, name, (settings_class, lambda settings: received.append(settings) or 0))
+    return received
+
+
+def failing_demo(monkeypatch, error: BaseException) -> None:
+    def fail(settings):
+        raise error
+
+    monkeypatch.setitem(cli.COMMANDS, "demo", (DemoSettings, fail))
+
+
+def test_options_are_the_fields_of_the_settings(seen):
+    assert main(["demo"]) == 0
+    arguments = "demo --target a --drafter b --dtype float32 --max-new-tokens 7 --no-stream --prompt x y"
+    assert main(arguments.split()) == 0
+    assert seen[0] == DemoSettings()
+    assert seen[1] == DemoSettings(
+        target="a", drafter="b", dtype="float32", max_new_tokens=7, stream=False, prompt=["x", "y"]
+    )
+
+
+def test_bench_options(seen, tmp_path):
+    file = str(tmp_path / "out.json")
+    arguments = ["--num-prompts", "3", "--repeats", "2", "--threads", "1", "--prompts", "p.jsonl", "--json", file]
+    assert main(["bench", *arguments]) == 0
+    assert seen == [BenchmarkSettings(num_prompts=3, repeats=2, threads=1, prompts="p.jsonl", json=file)]
+
+
+@pytest.mark.parametrize("command", [*cli.COMMANDS])
+def test_every_command_has_help(command, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    assert "(default: None)" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: command"),
+        (["sing"], "invalid choice: 'sing'"),
+        (["demo", "--dtype", "int3"], "argument --dtype: invalid choice: 'int3'"),
+        (["demo", "--max-new-tokens", "many"], "invalid int value: 'many'"),
+        (["demo", "--max-new-tokens", "0"], "--max-new-tokens is 0, it must be 1 or more"),
+        (["demo", "--gguf-file", "a.gguf"], "--gguf-file names a file in --target, which is missing"),
+        (["demo", "--targe", "a"], "unrecognized arguments: --targe a"),
+        (["bench", "--repeats", "-1"], "--repeats is -1, it must be 1 or more"),
+        (["bench", "--json", "/no/such/folder/out.json"], "--json is /no/such/folder/out.json, whose folder does not"),
+    ],
+)
+def test_a_wrong_argument_is_one_line_and_code_2(arguments, message, seen, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    error = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert message in error
+    assert error.count("\n") == 1
+    assert seen == []
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError("no such\n  model"), "dspark-hf: no such model\n"),
+        (ValueError("two\nlines"), "dspark-hf: two lines\n"),
+        (
+            AlignmentError("hidden_size", 8, 16, "Take its own target."),
+            "dspark-hf: This drafter cannot draft for this target: hidden_size is 8 in the target "
+            "and 16 in the drafter. Take its own target.\n",
+        ),
+    ],
+)
+def test_an_error_at_work_is_one_line_and_code_1(error, line, monkeypatch, capsys):
+    failing_demo(monkeypatch, error)
+    assert main(["demo"]) == 1
+    assert capsys.readouterr().err == line
+
+
+def test_debug_shows_the_traceback(monkeypatch):
+    failing_demo(monkeypatch, ValueError("deep inside"))
+    with pytest.raises(ValueError, match="deep inside"):
+        main(["demo", "--debug"])
+
+
+def test_a_fault_of_ours_is_not_hidden(monkeypatch):
+    failing_demo(monkeypatch, TypeError("a fault"))
+    with pytest.raises(TypeError, match="a fault"):
+        main(["demo"])
+
+
+def test_interruption_is_quiet(monkeypatch, capsys):
+    failing_demo(monkeypatch, KeyboardInterrupt())
+    assert main(["demo"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_a_text_beyond_rounding_is_code_1(monkeypatch):
+    monkeypatch.setattr(cli, "run_demo", lambda settings: False)
+    assert main(["demo"]) == 1
+
+
+def test_check_prints_the_report(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "load_pair", lambda settings: PAIR)
+    monkeypatch.setattr(cli, "check_alignment", lambda target, drafter, target_tokenizer: f"{target} fits {drafter}")
+    assert main(["check"]) == 0
+    assert capsys.readouterr().out == "the target fits the drafter\n"
+
+
+def test_version_names_what_a_report_needs(capsys):
+    assert main(["version"]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert names == ["dspark-hf", "transformers", "torch", "python"]
