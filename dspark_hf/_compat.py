@@ -5,18 +5,22 @@ from typing import Any
 from transformers import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
 
+# What a target is: a `PreTrainedModel` with `GenerationMixin`. Its loop-building methods are private, hence untyped.
+TargetModel = Any
+
 # Until 5.24 the cache is called `past_key_values` in arguments and outputs. Goes with support for < 5.24.
 CACHE_NAME = "cache" if "cache" in GenerateDecoderOnlyOutput.__annotations__ else "past_key_values"
 
 
-def get_cache(holder: Any) -> Cache | None:
-    """The cache in a model's output or in its keyword arguments."""
+def get_cache(holder: Any) -> Any:
+    """The `Cache` in a model's output or in its keyword arguments; `None` where there is none."""
     return holder.get(CACHE_NAME)
 
 
-def generate_output(*, cache: Cache | None, **fields) -> GenerateDecoderOnlyOutput:
+def generate_output(*, cache: Cache | None, **fields: Any) -> GenerateDecoderOnlyOutput:
     """The output that `generate(return_dict_in_generate=True)` gives in this version."""
-    return GenerateDecoderOnlyOutput(**{CACHE_NAME: cache}, **fields)
+    fields[CACHE_NAME] = cache
+    return GenerateDecoderOnlyOutput(**fields)
 
 
 def is_croppable(cache: Cache) -> bool:

@@ -19,7 +19,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Final, Literal
 
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -33,8 +33,8 @@ from .vocabulary import (
     find_split_difference,
 )
 
-MUST_NOT_RUN = "must not run"
-WILL_RUN_BADLY = "will run badly"
+MUST_NOT_RUN: Final = "must not run"
+WILL_RUN_BADLY: Final = "will run badly"
 
 # Vocabularies are padded to multiples of at most 1024 ids. Beyond that tokens were added; beyond a tenth of the
 # vocabulary it is another one (128,256 against 151,936 ids, for instance).
@@ -126,7 +126,7 @@ def check_pair(
         TypeError: `drafter` is not a DSpark drafter.
     """
     drafter_config = _drafter_config(drafter)
-    target_config = getattr(target, "config", target)
+    target_config: Any = getattr(target, "config", target)
     if target_config.is_encoder_decoder:
         return AlignmentReport([_encoder_decoder_finding()])
     text_config = target_config.get_text_config(decoder=True)
@@ -298,8 +298,10 @@ def _has_mask_row(target_size: int, drafter: DSparkConfig, vocabulary_map: Draft
     return 0 <= vocabulary_map.mask_to_target(drafter.mask_token_id) < target_size
 
 
-def _check_names(target_name: str, trained_with: str | None) -> Iterator[Finding]:
-    if target_name == trained_with or not (_is_hub_name(target_name) and _is_hub_name(trained_with)):
+def _check_names(target_name: str | None, trained_with: str | None) -> Iterator[Finding]:
+    if target_name == trained_with or not target_name or not trained_with:
+        return
+    if not (_is_hub_name(target_name) and _is_hub_name(trained_with)):
         return
     if _model_name(target_name) != _model_name(trained_with):
         yield Finding(
@@ -311,8 +313,8 @@ def _check_names(target_name: str, trained_with: str | None) -> Iterator[Finding
         )
 
 
-def _is_hub_name(name: str | None) -> bool:
-    return bool(name) and _HUB_NAME.fullmatch(name) is not None and not os.path.isdir(name)
+def _is_hub_name(name: str) -> bool:
+    return _HUB_NAME.fullmatch(name) is not None and not os.path.isdir(name)
 
 
 def _model_name(hub_name: str) -> str:

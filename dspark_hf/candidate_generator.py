@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel
@@ -57,7 +58,7 @@ class Draft:
             `None` where nobody asked.
     """
 
-    token_ids: torch.LongTensor
+    token_ids: torch.Tensor
     scores: torch.Tensor | None = None
     confidence: list[float] | None = None
 
@@ -110,9 +111,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         )
         self.max_length = max_length
         self.cache = DraftCache(config.num_hidden_layers)
-        self._device = drafter.norm.weight.device
-        self._dtype = drafter.norm.weight.dtype
-        self._processors = LogitsProcessorList(
+        self._device, self._dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
+        self._processors: Any = LogitsProcessorList(
             p for p in logits_processor or () if type(p) in _STATELESS_PROCESSORS
         )
         self._prompt_mask = None if prompt_mask is None or bool((prompt_mask != 0).all()) else prompt_mask[:1].cpu()
@@ -132,7 +132,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
     def __enter__(self) -> "DSparkCandidateGenerator":
         return self
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -149,9 +149,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
         """
         return self._taps.listening(sink=self._absorb_prefill if prefill else None)
 
-    def get_candidates(
-        self, input_ids: torch.LongTensor, **kwargs
-    ) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
+    def get_candidates(  # type: ignore[override]
+        self, input_ids: torch.Tensor, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One round of transformers' assisted loop.
 
         Args:
@@ -169,7 +169,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         draft = self.draft(input_ids, room)
         return torch.cat((input_ids, draft.token_ids), dim=-1), draft.scores
 
-    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int):
+    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
         """Nothing to adapt: the policy is constant."""
 
     def commit(self, num_positions: int) -> None:
@@ -180,7 +180,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             self._keep(features[:, :num_positions])
 
     @torch.no_grad()
-    def draft(self, input_ids: torch.LongTensor, max_tokens: int) -> Draft:
+    def draft(self, input_ids: torch.Tensor, max_tokens: int) -> Draft:
         """Proposes up to `max_tokens` tokens after the anchor `input_ids[:, -1]`.
 
         Args:
@@ -198,14 +198,16 @@ class DSparkCandidateGenerator(CandidateGenerator):
             return nothing
         return self._draw_chain(hidden_states, anchor, input_ids, num_tokens)
 
-    def _run_backbone(self, input_ids: torch.LongTensor, anchor: torch.LongTensor) -> torch.Tensor:
+    def _run_backbone(self, input_ids: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
         """One pass over waiting context and a full block: `[1, block_size, H]`. The block always has its full size,
         masks included: a shorter one would change every position's state."""
         block_ids = torch.cat((self._block_anchor(input_ids, anchor)[:, None], self._mask_ids), dim=-1)
-        context, positions = self._take_waiting()
+        waiting = self._take_waiting()
         start = self._num_real(self._num_absorbed)
         block_positions = torch.arange(start, start + block_ids.shape[1], device=self._device)[None]
-        if context is not None:
+        context = None
+        if waiting is not None:
+            context, positions = waiting
             block_positions = torch.cat((positions, block_positions), dim=-1)
         output = self.drafter(
             noise_embeds=self._embed(block_ids).to(self._device, self._dtype),
@@ -216,12 +218,12 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.cache.commit(0 if context is None else context.shape[1])
         return output.last_hidden_state
 
-    def _block_anchor(self, input_ids: torch.LongTensor, anchor: torch.LongTensor) -> torch.LongTensor:
+    def _block_anchor(self, input_ids: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
         # A borrowed embedding is indexed by the target's ids, the drafter's own one by its own.
         return anchor if self.drafter.embed_tokens is not None else input_ids[:, -1].to(self._device)
 
     def _draw_chain(
-        self, hidden_states: torch.Tensor, anchor: torch.LongTensor, input_ids: torch.LongTensor, num_tokens: int
+        self, hidden_states: torch.Tensor, anchor: torch.Tensor, input_ids: torch.Tensor, num_tokens: int
     ) -> Draft:
         """Tokens left to right. What decides whether position k is drawn (its confidence) is known before x_k is."""
         drafter, first = self.drafter, self.drafter.config.first_draft_slot
@@ -231,10 +233,12 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if drafter.markov_head is not None:
             state = drafter.markov_head.initial_state(1)
             for slot in range(first):
-                # The recurrence of a head that was trained without a prediction at the anchor steps on it all the same.
+                # Trained without a prediction at the anchor, the recurrence steps on that position all the same.
                 _, state = drafter.markov_head(anchor, hidden_states[:, slot], state)
         previous, prefix = anchor, input_ids.to(self._device)
-        tokens, scores, confidences = [], [], []
+        tokens: list[torch.Tensor] = []
+        scores: list[Any] = []
+        confidences: list[float] = []
         for k in range(num_tokens):
             hidden = hidden_states[:, first + k]
             if self.draft_length.confidence_threshold > 0:
@@ -265,8 +269,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         )
 
     def _choose(
-        self, logits: torch.Tensor, prefix: torch.LongTensor
-    ) -> tuple[torch.LongTensor, torch.LongTensor, torch.Tensor | None] | None:
+        self, logits: torch.Tensor, prefix: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
         """`[1, Vd]` logits to the target's id, the drafter's id, and the scores drawn from; `None` if none is left."""
         if not self.do_sample and not self._processors:
             row = self._vocabulary.mask(logits).argmax(dim=-1)
@@ -282,7 +286,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         return token, self._vocabulary.known_to_draft(token), scores
 
     def _all_confidences(
-        self, hidden_states: torch.Tensor, anchor: torch.LongTensor, token_ids: torch.LongTensor
+        self, hidden_states: torch.Tensor, anchor: torch.Tensor, token_ids: torch.Tensor
     ) -> list[float]:
         previous = torch.cat((anchor[:, None], self._vocabulary.known_to_draft(token_ids[:, :-1])), dim=-1)
         first = self.drafter.config.first_draft_slot
@@ -302,9 +306,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def _absorb_prefill(self, features: torch.Tensor) -> None:
         self._keep(features)
-        context, positions = self._take_waiting()
-        if context is not None:
-            self.drafter.append_context(context, positions, self.cache)
+        waiting = self._take_waiting()
+        if waiting is not None:
+            self.drafter.append_context(*waiting, self.cache)
 
     def _keep(self, features: torch.Tensor) -> None:
         """Takes `[1, T, m * Ht]` states of the T positions after those absorbed so far; drops padding."""
@@ -319,11 +323,13 @@ class DSparkCandidateGenerator(CandidateGenerator):
         positions = torch.arange(first, first + features.shape[1], device=self._device)[None]
         self._waiting.append((features.to(self._device, self._dtype), positions))
 
-    def _take_waiting(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _take_waiting(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """States and positions of the context that the draft cache lacks, side by side."""
         waiting, self._waiting = self._waiting, []
         if len(waiting) <= 1:
-            return waiting[0] if waiting else (None, None)
-        return tuple(torch.cat(parts, dim=1) for parts in zip(*waiting, strict=True))
+            return waiting[0] if waiting else None
+        features, positions = zip(*waiting, strict=True)
+        return torch.cat(features, dim=1), torch.cat(positions, dim=1)
 
     def _num_real(self, position: int) -> int:
         """Real tokens before a position of the target's sequence."""
@@ -367,21 +373,21 @@ class _DraftVocabulary:
         self._is_plain = self._usable is None and self.num_rows == self._target_size and torch.equal(target_ids, rows)
         self._draft_ids, self._target_ids = draft_ids, target_ids
 
-    def to_draft(self, target_ids: torch.LongTensor) -> torch.LongTensor | None:
+    def to_draft(self, target_ids: torch.Tensor) -> torch.Tensor | None:
         """The drafter's ids of committed tokens, `[1]`; `None` where it does not know one."""
         ids = target_ids if self._map is None else self._map.to_draft(target_ids)
         if self._map is None and self._readable >= self._target_size:
             return ids
         return ids if bool(((ids >= 0) & (ids < self._readable)).all()) else None
 
-    def known_to_draft(self, target_ids: torch.LongTensor) -> torch.LongTensor:
+    def known_to_draft(self, target_ids: torch.Tensor) -> torch.Tensor:
         """The drafter's ids of tokens that it proposed itself."""
         return target_ids if self._map is None else self._map.to_draft(target_ids)
 
     def mask(self, logits: torch.Tensor) -> torch.Tensor:
         return logits if self._usable is None else logits.masked_fill(~self._usable, float("-inf"))
 
-    def ids_of(self, rows: torch.LongTensor) -> tuple[torch.LongTensor, torch.LongTensor]:
+    def ids_of(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of the head to the target's and the drafter's ids."""
         return (rows, rows) if self._is_plain else (self._target_ids[rows], self._draft_ids[rows])
 
@@ -397,14 +403,14 @@ class _DraftVocabulary:
         return scores
 
 
-def _embedding_of(drafter: DSparkDrafter, target: PreTrainedModel) -> Callable[[torch.LongTensor], torch.Tensor]:
+def _embedding_of(drafter: DSparkDrafter, target: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]:
     """Ids to block embeddings: the drafter's own table or the target's, scaled as the drafter was trained."""
     scale = drafter.config.embedding_scale
-    module = drafter.embed_tokens if drafter.embed_tokens is not None else target.get_input_embeddings()
+    module: Any = drafter.embed_tokens if drafter.embed_tokens is not None else target.get_input_embeddings()
     if scale is None:
         return module
 
-    def embed(ids: torch.LongTensor) -> torch.Tensor:
+    def embed(ids: torch.Tensor) -> torch.Tensor:
         # Raw rows: a module that scales by itself (Gemma's) must not do it a second time.
         rows = torch.nn.functional.embedding(ids.to(module.weight.device), module.weight)
         # The factor is rounded to the table's dtype first, as Gemma does.

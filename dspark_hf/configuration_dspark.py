@@ -4,6 +4,8 @@ Foreign checkpoints (DeepSpec, z-lab DFlash, vLLM speculators) are translated in
 `dspark_hf.checkpoints`; nothing else in the package knows their key names.
 """
 
+from typing import Any
+
 from transformers import PreTrainedConfig
 
 BACKBONES = ("qwen3", "gemma4")
@@ -73,14 +75,14 @@ class DSparkConfig(PreTrainedConfig):
     model_type = "dspark"
 
     vocab_size: int = 32000
-    draft_vocab_size: int | None = None
+    draft_vocab_size: int = None  # type: ignore[assignment]  # resolved below, as all fields marked like this
     hidden_size: int = 1024
-    target_hidden_size: int | None = None
+    target_hidden_size: int = None  # type: ignore[assignment]
     intermediate_size: int = 3072
     num_hidden_layers: int = 5
     num_attention_heads: int = 16
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
+    num_key_value_heads: int = None  # type: ignore[assignment]
+    head_dim: int = None  # type: ignore[assignment]
 
     backbone: str = "qwen3"
     hidden_act: str = "silu"
@@ -88,18 +90,18 @@ class DSparkConfig(PreTrainedConfig):
     attention_bias: bool = False
     attention_dropout: float = 0.0
     attention_k_eq_v: bool = False
-    rope_parameters: dict | None = None
+    rope_parameters: dict = None  # type: ignore[assignment]
     max_position_embeddings: int = 32768
     initializer_range: float = 0.02
-    layer_types: list[str] | None = None
-    sliding_window: int | None = None
+    layer_types: list[str] = None  # type: ignore[assignment]
+    sliding_window: int = None  # type: ignore[assignment]
     sliding_window_origin: str = "anchor"
     sliding_block_causal: bool = True
 
     block_size: int = 7
-    mask_token_id: int | None = None
+    mask_token_id: int = None  # type: ignore[assignment]
     sample_from_anchor: bool = True
-    target_layer_ids: list[int] | None = None
+    target_layer_ids: list[int] = None  # type: ignore[assignment]
     num_target_layers: int | None = None
     markov_head_type: str = "vanilla"
     markov_rank: int = 256
@@ -118,7 +120,7 @@ class DSparkConfig(PreTrainedConfig):
 
     tie_word_embeddings: bool = False
 
-    def __post_init__(self, **kwargs):
+    def __post_init__(self, **kwargs: Any) -> None:
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
@@ -231,8 +233,8 @@ class DSparkConfig(PreTrainedConfig):
             )
         if self.has_markov_head and (not isinstance(self.markov_rank, int) or self.markov_rank < 1):
             raise ValueError(
-                f"`markov_rank` must be positive with a {self.markov_head_type} Markov head, got {self.markov_rank!r}. "
-                'Write `markov_head_type="none"` for a drafter without one.'
+                f"`markov_rank` of a {self.markov_head_type} Markov head is {self.markov_rank!r}, "
+                'expected a positive integer. Write `markov_head_type="none"` for a drafter without one.'
             )
         if self.enable_confidence_head and self.confidence_head_with_markov and not self.has_markov_head:
             raise ValueError(

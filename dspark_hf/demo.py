@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.table import Table
-from transformers import TextStreamer
+from transformers import BatchEncoding, TextStreamer
 
 from .comparison import (
     Answer,
@@ -76,7 +76,7 @@ def _compare(pair: Pair, name: str, prompt: str, settings: DemoSettings, console
     return Comparison(name, plain, drafted, verdict)
 
 
-def _answer(pair: Pair, inputs, with_drafter: bool, settings: DemoSettings, console: Console) -> Answer:
+def _answer(pair: Pair, inputs: BatchEncoding, with_drafter: bool, settings: DemoSettings, console: Console) -> Answer:
     streamer = None
     if settings.stream:
         console.rule("with the drafter" if with_drafter else "plain", align="left", style="dim")

@@ -13,9 +13,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
+from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
 from transformers.generation import GenerationMixin
 
+from ._compat import TargetModel
 from .errors import UnsupportedGenerationError
 from .generation import SpeculativeDecoding
 from .modeling_dspark import DSparkDrafter
@@ -26,19 +27,20 @@ def install() -> None:
     """Makes `generate` understand a DSpark drafter. Does nothing where it already does."""
     original = GenerationMixin.generate
     if not hasattr(original, "_dspark_hf_original"):
-        GenerationMixin.generate = _dispatching(original)
+        GenerationMixin.generate = _dispatching(original)  # type: ignore[method-assign]
 
 
 def uninstall() -> None:
     """Gives `generate` back as it was before `install`."""
-    GenerationMixin.generate = getattr(GenerationMixin.generate, "_dspark_hf_original", GenerationMixin.generate)
+    original = getattr(GenerationMixin.generate, "_dspark_hf_original", GenerationMixin.generate)
+    GenerationMixin.generate = original  # type: ignore[method-assign]
 
 
 def _dispatching(original: Callable) -> Callable:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def generate(self, *args, **kwargs):
+    def generate(self: TargetModel, *args: Any, **kwargs: Any) -> Any:
         drafter = kwargs.get("assistant_model")
         if drafter is None and len(args) > 2:
             drafter = signature.bind_partial(self, *args).arguments.get("assistant_model")
@@ -49,11 +51,11 @@ def _dispatching(original: Callable) -> Callable:
         arguments = {**bound, **bound.pop("kwargs", {})}
         return original(self, **_with_speculative_decoding(self, arguments))
 
-    generate._dspark_hf_original = original
+    generate._dspark_hf_original = original  # type: ignore[attr-defined]
     return generate
 
 
-def _with_speculative_decoding(target: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:
+def _with_speculative_decoding(target: TargetModel, arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the original `generate` that run our loop in place of `assistant_model`."""
     if arguments.get("custom_generate") is not None:
         raise UnsupportedGenerationError(
@@ -80,7 +82,7 @@ def _setting(name: str, arguments: dict[str, Any], default: Any = None) -> Any:
     return getattr(arguments.get("generation_config"), name, default)
 
 
-def _move_stop_strings(target: PreTrainedModel, arguments: dict[str, Any]) -> None:
+def _move_stop_strings(target: TargetModel, arguments: dict[str, Any]) -> None:
     # `generate` hands the tokenizer to its own modes only, and would miss it when it builds this criterion.
     stop_strings = _setting("stop_strings", arguments) or target.generation_config.stop_strings
     tokenizer = arguments.get("tokenizer")
@@ -96,13 +98,13 @@ def _move_stop_strings(target: PreTrainedModel, arguments: dict[str, Any]) -> No
         arguments["generation_config"] = config
 
 
-def _synced_gpus(target: PreTrainedModel, requested: bool | None) -> bool:
+def _synced_gpus(target: TargetModel, requested: bool | None) -> bool:
     """Whether every process must keep passing through the target, decided as `generate` does."""
     return target._extract_generation_mode_kwargs(None, {}, requested, None, None)["synced_gpus"]
 
 
 def _vocabulary_map(
-    target: PreTrainedModel, drafter: DSparkDrafter, arguments: dict[str, Any]
+    target: TargetModel, drafter: DSparkDrafter, arguments: dict[str, Any]
 ) -> DraftVocabularyMap | None:
     """The map between two tokenizers, where both are given; they are taken from the call."""
     target_tokenizer, drafter_tokenizer = arguments.get("tokenizer"), arguments.pop("assistant_tokenizer", None)

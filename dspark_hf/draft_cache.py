@@ -23,9 +23,9 @@ class DraftCache:
         self._values: list[torch.Tensor | None] = [None] * num_layers
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes `[batch, kv_heads, new, head_dim]` behind the committed context; returns committed + new, as views."""
+        """Writes `[B, kv_heads, new, head_dim]` behind the committed context; returns committed and new, as views."""
         end = self.length + key_states.shape[-2]
         keys = _with_room(self._keys[layer_idx], key_states, end, self.length)
         values = _with_room(self._values[layer_idx], value_states, end, self.length)

@@ -8,7 +8,6 @@ exactly the prefix that plain generation would show them, and nothing is committ
 
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -17,7 +16,6 @@ import torch
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
-    PreTrainedModel,
     StoppingCriteriaList,
 )
 from transformers.generation import GenerationMode
@@ -29,7 +27,7 @@ from transformers.generation.candidate_generator import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ._compat import generate_output, get_cache, is_croppable, stop_recording_past
+from ._compat import TargetModel, generate_output, get_cache, is_croppable, stop_recording_past
 from .alignment import check_pair
 from .candidate_generator import Draft, DSparkCandidateGenerator
 from .errors import UnsupportedGenerationError
@@ -87,13 +85,13 @@ class SpeculativeDecoding:
 
     def __call__(
         self,
-        model: PreTrainedModel,
-        input_ids: torch.LongTensor,
+        model: TargetModel,
+        input_ids: torch.Tensor,
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         **model_kwargs: Any,
-    ) -> GenerateDecoderOnlyOutput | torch.LongTensor:
+    ) -> GenerateDecoderOnlyOutput | torch.Tensor:
         """The decoding loop, called by `generate` with everything prepared. Returns what plain decoding returns."""
         _check_request(model, input_ids, generation_config, model_kwargs)
         pair = check_pair(model, self.drafter, vocabulary_map=self.vocabulary_map)
@@ -114,8 +112,9 @@ class SpeculativeDecoding:
             report_confidence=trace is not None,
         )
         with generator:
-            decoding = _Decoding(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
-            decoding.streamer, decoding.generator = self.streamer, generator
+            decoding = _Decoding(model, generator, self.streamer, generation_config)
+            decoding.input_ids, decoding.model_kwargs = input_ids, model_kwargs
+            decoding.logits_processor, decoding.stopping_criteria = logits_processor, stopping_criteria
             return decoding.run(self.synced_gpus, trace)
 
 
@@ -132,24 +131,22 @@ class _Outputs:
 class _Decoding:
     """The state of one call."""
 
-    streamer: BaseStreamer | None
-    generator: DSparkCandidateGenerator
+    input_ids: torch.Tensor
+    model_kwargs: dict[str, Any]
+    logits_processor: Any
+    stopping_criteria: StoppingCriteriaList
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        input_ids: torch.LongTensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
+        model: TargetModel,
+        generator: DSparkCandidateGenerator,
+        streamer: BaseStreamer | None,
         generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
     ):
         self.model = model
-        self.input_ids = input_ids
-        self.logits_processor = logits_processor
-        self.stopping_criteria = stopping_criteria
+        self.generator = generator
+        self.streamer = streamer
         self.config = generation_config
-        self.model_kwargs = model_kwargs
         self.finished = False
         wanted = generation_config.return_dict_in_generate
         self.outputs = _Outputs(
@@ -159,7 +156,7 @@ class _Decoding:
             hidden_states=() if wanted and generation_config.output_hidden_states else None,
         )
 
-    def run(self, synced_gpus: bool, trace: Trace | None) -> GenerateDecoderOnlyOutput | torch.LongTensor:
+    def run(self, synced_gpus: bool, trace: Trace | None) -> GenerateDecoderOnlyOutput | torch.Tensor:
         clock = _Clock(self.model.device if trace is not None else None)
         started, prompt_length = clock.now(), self.input_ids.shape[1]
         self.prefill()
@@ -175,7 +172,8 @@ class _Decoding:
                 drafted = clock.now()
                 num_new = self.verify(draft)
                 if trace is not None:
-                    trace.rounds.append(_record(draft, num_new, self.input_ids, drafted - before, clock.now() - drafted))
+                    seconds = (drafted - before, clock.now() - drafted)
+                    trace.rounds.append(_record(draft, num_new, self.input_ids, *seconds))
         if self.streamer is not None:
             self.streamer.end()
         if trace is not None:
@@ -233,7 +231,7 @@ class _Decoding:
         )
         return num_new
 
-    def _decide(self, scores: torch.Tensor, draft: Draft, position: int) -> tuple[torch.LongTensor, bool]:
+    def _decide(self, scores: torch.Tensor, draft: Draft, position: int) -> tuple[torch.Tensor, bool]:
         """The token at a position, `[1]`, and whether it is the draft's, so that the next position counts as well."""
         if position == draft.length:
             return (draw(probabilities(scores)) if self.config.do_sample else scores.argmax(dim=-1)), False
@@ -241,12 +239,13 @@ class _Decoding:
         if not self.config.do_sample:
             token = scores.argmax(dim=-1)
             return token, bool(token == drafted)
+        assert draft.scores is not None
         target_probs, draft_probs = probabilities(scores), probabilities(draft.scores[:, position])
         if bool(is_accepted(target_probs, draft_probs, drafted, torch.rand_like(target_probs[:, 0]))):
             return drafted, True
         return draw(residual(target_probs, draft_probs)), False
 
-    def _append(self, token: torch.LongTensor, scores: torch.Tensor, logits: torch.Tensor) -> None:
+    def _append(self, token: torch.Tensor, scores: torch.Tensor, logits: torch.Tensor) -> None:
         self.input_ids = torch.cat((self.input_ids, token[:, None]), dim=-1)
         if self.outputs.scores is not None:
             self.outputs.scores += (scores,)
@@ -291,7 +290,7 @@ class _Decoding:
         # Sharded parameters are gathered by all processes together: one pass for each of theirs.
         self.model(self.input_ids[:, -1:], use_cache=False)
 
-    def _result(self) -> GenerateDecoderOnlyOutput | torch.LongTensor:
+    def _result(self) -> GenerateDecoderOnlyOutput | torch.Tensor:
         cache = get_cache(self.model_kwargs)
         stop_recording_past(cache)
         if not self.config.return_dict_in_generate:
@@ -303,10 +302,9 @@ class _Clock:
     """Wall time on the host, with the device caught up; does not wait where nobody measures."""
 
     def __init__(self, device: torch.device | None):
-        accelerator = device is not None and device.type != "cpu"
-        self._synchronize: Callable[[], None] | None = (
-            getattr(torch, device.type).synchronize if accelerator and hasattr(torch, device.type) else None
-        )
+        self._synchronize: Callable[[], None] | None = None
+        if device is not None and device.type != "cpu" and hasattr(torch, device.type):
+            self._synchronize = getattr(torch, device.type).synchronize
 
     def now(self) -> float:
         if self._synchronize is not None:
@@ -314,7 +312,7 @@ class _Clock:
         return perf_counter()
 
 
-def _record(draft: Draft, num_new: int, input_ids: torch.LongTensor, draft_seconds: float, verify_seconds: float):
+def _record(draft: Draft, num_new: int, input_ids: torch.Tensor, draft_seconds: float, verify_seconds: float) -> Round:
     proposed = draft.token_ids[0].tolist()
     committed = input_ids[0, input_ids.shape[1] - num_new :].tolist()
     accepted = 0
@@ -324,7 +322,7 @@ def _record(draft: Draft, num_new: int, input_ids: torch.LongTensor, draft_secon
 
 
 def _check_request(
-    model: PreTrainedModel, input_ids: torch.LongTensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+    model: TargetModel, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> None:
     """Refuses, before any work, what the loop does not do exactly.
 
@@ -369,7 +367,7 @@ def _unsupported_setting(config: GenerationConfig) -> str | None:
     return None
 
 
-def _unsupported_inputs(input_ids: torch.LongTensor, model_kwargs: dict[str, Any]) -> str | None:
+def _unsupported_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> str | None:
     if input_ids.shape[0] != 1:
         return (
             f"A DSpark drafter serves one sequence a call for now, got {input_ids.shape[0]} (`num_return_sequences` "
@@ -385,7 +383,7 @@ def _may_be_croppable(cache: Any) -> bool:
     return all(layer.is_croppable or not layer.is_initialized for layer in cache.layers)
 
 
-def _cannot_crop(model: PreTrainedModel, cache: Any) -> UnsupportedGenerationError:
+def _cannot_crop(model: TargetModel, cache: Any) -> UnsupportedGenerationError:
     kept = "a state" if cache is None else f"{type(cache).__name__}({', '.join(sorted({*map(repr, cache.layers)}))})"
     return UnsupportedGenerationError(
         f"{type(model).__name__} keeps {kept}, which cannot take back rejected draft tokens. Use the default "

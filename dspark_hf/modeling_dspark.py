@@ -11,7 +11,10 @@ DFlash (arXiv 2602.06036):
 """
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,7 +55,7 @@ class DraftRMSNorm(nn.Module):
 
 
 class DraftRotaryEmbedding(nn.Module):
-    """Cosines and sines of the draft layers. The frequencies come from the config alone: no buffer, nothing to load."""
+    """Cosines and sines of the draft layers. Frequencies come from the config alone: no buffer, nothing to load."""
 
     def __init__(self, config: DSparkConfig):
         super().__init__()
@@ -96,7 +99,7 @@ def eager_attention_forward(
     attention_mask: torch.Tensor | None,
     scaling: float,
     dropout: float = 0.0,
-    **kwargs,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention by its definition, softmax in float32. Query heads are grouped, so that no key is repeated."""
     batch, num_heads, num_queries, head_dim = query.shape
@@ -200,7 +203,7 @@ class DraftAttention(nn.Module):
         context: torch.Tensor | None,
         rotary: tuple[torch.Tensor, torch.Tensor],
         masks: BlockMasks,
-        cache,
+        cache: Any,
     ) -> torch.Tensor:
         """`[B, S, H]` block and `[B, T, H]` context features to `[B, S, H]`; `rotary` spans T + S positions."""
         batch, block_length, _ = hidden_states.shape
@@ -222,7 +225,7 @@ class DraftAttention(nn.Module):
         )
         return self.o_proj(output.reshape(batch, block_length, -1))
 
-    def _attend(self, mask: torch.Tensor | None):
+    def _attend(self, mask: torch.Tensor | None) -> Callable:
         implementation = self.config._attn_implementation
         # Flash kernels take no arbitrary mask: the few passes that need one go through sdpa.
         if mask is not None and "flash" in (implementation or ""):
@@ -254,7 +257,7 @@ class Qwen3DraftLayer(nn.Module):
         self.input_layernorm = DraftRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = DraftRMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, hidden_states: torch.Tensor, *attention_inputs) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, *attention_inputs: Any) -> torch.Tensor:
         hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), *attention_inputs)
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
@@ -266,16 +269,14 @@ class Gemma4DraftLayer(nn.Module):
         super().__init__()
         self.self_attn = DraftAttention(config, layer_idx)
         self.mlp = DraftMLP(config)
-        for name in (
-            "input_layernorm",
-            "post_attention_layernorm",
-            "pre_feedforward_layernorm",
-            "post_feedforward_layernorm",
-        ):
-            self.add_module(name, DraftRMSNorm(config.hidden_size, config.rms_norm_eps, scale_in_float32=True))
+        norm = partial(DraftRMSNorm, config.hidden_size, config.rms_norm_eps, scale_in_float32=True)
+        self.input_layernorm = norm()
+        self.post_attention_layernorm = norm()
+        self.pre_feedforward_layernorm = norm()
+        self.post_feedforward_layernorm = norm()
         self.register_buffer("layer_scalar", torch.ones(1))
 
-    def forward(self, hidden_states: torch.Tensor, *attention_inputs) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, *attention_inputs: Any) -> torch.Tensor:
         attended = self.self_attn(self.input_layernorm(hidden_states), *attention_inputs)
         hidden_states = hidden_states + self.post_attention_layernorm(attended)
         mixed = self.mlp(self.pre_feedforward_layernorm(hidden_states))
@@ -311,7 +312,9 @@ class GatedMarkovHead(VanillaMarkovHead):
         super().__init__(config)
         self.gate_proj = nn.Linear(config.hidden_size + config.markov_rank, config.markov_rank)
 
-    def forward(self, previous_ids, hidden_states, state):
+    def forward(
+        self, previous_ids: torch.Tensor, hidden_states: torch.Tensor, state: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         latent = self.markov_w1(previous_ids)
         gate = self.gate_proj(torch.cat((hidden_states, latent), dim=-1)).sigmoid()
         return self.markov_w2(gate * latent), state
@@ -328,7 +331,10 @@ class RNNMarkovHead(VanillaMarkovHead):
     def initial_state(self, batch_size: int) -> torch.Tensor:
         return self.joint_proj.weight.new_zeros(batch_size, self.markov_w1.embedding_dim)
 
-    def forward(self, previous_ids, hidden_states, state):
+    def forward(
+        self, previous_ids: torch.Tensor, hidden_states: torch.Tensor, state: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert state is not None
         joint = self.joint_proj(torch.cat((state, self.markov_w1(previous_ids), hidden_states), dim=-1))
         gate, candidate, output = joint.chunk(3, dim=-1)
         gate = gate.sigmoid()
@@ -349,7 +355,7 @@ class ConfidenceHead(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, latent: torch.Tensor | None) -> torch.Tensor:
         """`[..., H]` states and `[..., r]` W1 rows of the previous tokens to `[...]` logits in float32."""
-        features = torch.cat((hidden_states, latent), dim=-1) if self.with_markov else hidden_states
+        features = hidden_states if latent is None else torch.cat((hidden_states, latent), dim=-1)
         return self.proj(features).squeeze(-1).float()
 
 
@@ -361,15 +367,17 @@ class DSparkDrafter(PreTrainedModel):
     `assistant_confidence_threshold` (default: off).
     """
 
+    config: DSparkConfig
     config_class = DSparkConfig
+    d2t: torch.Tensor
     base_model_prefix = "drafter"
     main_input_name = "noise_embeds"
-    _no_split_modules = ["Qwen3DraftLayer", "Gemma4DraftLayer"]
+    _no_split_modules = ["Qwen3DraftLayer", "Gemma4DraftLayer"]  # noqa: RUF012
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_attention_backend = True
     # Known companions of some formats that drafting does not need; everything else left over is an error.
-    _keys_to_ignore_on_load_unexpected = [r"^t2d$", r"^verifier_(lm_head|norm)\."]
+    _keys_to_ignore_on_load_unexpected = [r"^t2d$", r"^verifier_(lm_head|norm)\."]  # noqa: RUF012
 
     def __init__(self, config: DSparkConfig):
         super().__init__(config)
@@ -379,7 +387,7 @@ class DSparkDrafter(PreTrainedModel):
         self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = DraftRMSNorm(config.hidden_size, config.rms_norm_eps, scale_in_float32=gemma)
         layer = DRAFT_LAYERS[config.backbone]
-        self.layers = nn.ModuleList([layer(config, i) for i in range(config.num_hidden_layers)])
+        self.layers: Any = nn.ModuleList([layer(config, i) for i in range(config.num_hidden_layers)])
         self.norm = DraftRMSNorm(config.hidden_size, config.rms_norm_eps, scale_in_float32=gemma)
         self.rotary_emb = DraftRotaryEmbedding(config)
         self.lm_head = None
@@ -392,7 +400,9 @@ class DSparkDrafter(PreTrainedModel):
         self.post_init()
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, *model_args, config=None, **kwargs):
+    def from_pretrained(  # type: ignore[override]
+        cls, pretrained_model_name_or_path: str | os.PathLike, *model_args: Any, config: Any = None, **kwargs: Any
+    ) -> Any:
         """Opens a drafter in our format or in any published one (see `dspark_hf.checkpoints`).
 
         Takes the arguments of [`~transformers.PreTrainedModel.from_pretrained`]. Weights come from safetensors only;
@@ -416,7 +426,7 @@ class DSparkDrafter(PreTrainedModel):
         drafter.generation_config = _read_generation_config(pretrained_model_name_or_path, location)
         return loaded
 
-    def save_pretrained(self, save_directory: str | os.PathLike, *args, **kwargs):
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """Writes our format: `config.json`, `generation_config.json` and safetensors.
 
         Takes the arguments of [`~transformers.PreTrainedModel.save_pretrained`].
@@ -424,7 +434,7 @@ class DSparkDrafter(PreTrainedModel):
         self.generation_config.save_pretrained(save_directory)
         super().save_pretrained(save_directory, *args, **kwargs)
 
-    def get_input_embeddings(self) -> nn.Module | None:
+    def get_input_embeddings(self) -> nn.Module | None:  # type: ignore[override]
         return self.embed_tokens
 
     def get_output_embeddings(self) -> nn.Module | None:
@@ -442,9 +452,9 @@ class DSparkDrafter(PreTrainedModel):
         noise_embeds: torch.Tensor,
         context_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        cache=None,
-        **kwargs,
+        position_ids: torch.Tensor | None = None,
+        cache: Any = None,
+        **kwargs: Any,
     ) -> BaseModelOutput:
         """The backbone over one block. Argument names are those of transformers for this kind of drafter.
 
@@ -484,7 +494,7 @@ class DSparkDrafter(PreTrainedModel):
         return self.hidden_norm(self.fc(context_hidden_states))
 
     def append_context(
-        self, context_hidden_states: torch.Tensor, position_ids: torch.LongTensor, cache: DraftCache
+        self, context_hidden_states: torch.Tensor, position_ids: torch.Tensor, cache: DraftCache
     ) -> None:
         """Commits `[B, T, m * Ht]` tapped hidden states at `[B, T]` positions to the cache, without drafting."""
         context = self.project_context(context_hidden_states)
@@ -504,12 +514,16 @@ class DSparkDrafter(PreTrainedModel):
         cap = self.config.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def confidence(self, hidden_states: torch.Tensor, previous_ids: torch.LongTensor) -> torch.Tensor:
+    def confidence(self, hidden_states: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor:
         """c_k: `[B, n, H]` states and the `[B, n]` tokens before each position to `[B, n]` probabilities, float32."""
-        latent = self.markov_head.markov_w1(previous_ids) if self.confidence_head.with_markov else None
+        assert self.confidence_head is not None
+        latent = None
+        if self.confidence_head.with_markov:
+            assert self.markov_head is not None
+            latent = self.markov_head.markov_w1(previous_ids)
         return self.confidence_head(hidden_states, latent).sigmoid()
 
-    def to_target_ids(self, draft_ids: torch.LongTensor) -> torch.LongTensor:
+    def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Indices of the head's rows to token ids; the same where the drafter proposes the whole vocabulary."""
         return draft_ids + self.d2t[draft_ids] if self.config.has_reduced_vocabulary else draft_ids
 

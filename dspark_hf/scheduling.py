@@ -6,6 +6,7 @@ c_k is a function of the tokens before position k), so the output keeps the targ
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import GenerationConfig
 
@@ -73,5 +74,5 @@ def resolve_draft_length(
     return DraftLength(tokens, float(threshold))
 
 
-def _first_given(*values):
+def _first_given(*values: Any) -> Any:
     return next(value for value in values if value is not None)

@@ -8,9 +8,11 @@ passes that a logits processor makes with the target (classifier-free guidance d
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from .errors import UnsupportedGenerationError
@@ -44,15 +46,15 @@ class TargetTaps:
         self._sink: Callable[[torch.Tensor], None] | None = None
         self._handles = [self._hook(layers, layer_id) for layer_id in target_layer_ids]
 
-    def _hook(self, layers: nn.ModuleList, layer_id: int):
+    def _hook(self, layers: nn.ModuleList, layer_id: int) -> RemovableHandle:
         if layer_id == -1:
 
-            def before(module, args, kwargs):
+            def before(module: nn.Module, args: tuple, kwargs: dict) -> None:
                 self._receive(layer_id, args[0] if args else kwargs["hidden_states"])
 
             return layers[0].register_forward_pre_hook(before, with_kwargs=True)
 
-        def after(module, args, output):
+        def after(module: nn.Module, args: tuple, output: Any) -> None:
             self._receive(layer_id, output[0] if isinstance(output, tuple) else output)
 
         return layers[layer_id].register_forward_hook(after)

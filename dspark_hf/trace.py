@@ -16,7 +16,7 @@ class Round:
         confidence: the drafter's survival probability for each position of its block, also those that it did not
             send; `None` without a confidence head.
         num_new_tokens: tokens that the round added: `accepted + 1`, less where a stop came first.
-        draft_seconds, verify_seconds: wall time of drafting, and of the target's pass with everything up to the commit.
+        draft_seconds, verify_seconds: wall time of drafting, and of the target's pass up to the commit.
     """
 
     proposed: list[int]

@@ -144,7 +144,7 @@ class DraftVocabularyMap:
 def split_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[str]:
     """The token strings of a text, as the model gets them but without what is put around it."""
     # `tokenize` would show pieces that have no id; the model sees the unknown token there.
-    return tokenizer.convert_ids_to_tokens(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(tokenizer.convert_ids_to_tokens(tokenizer(text, add_special_tokens=False)["input_ids"]))
 
 
 def find_split_difference(
