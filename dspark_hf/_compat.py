@@ -3,6 +3,7 @@
 from typing import Any
 
 from transformers import Cache
+from transformers.cache_utils import QuantizedLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
 # What a target is: a `PreTrainedModel` with `GenerationMixin`. Its loop-building methods are private, hence untyped.
@@ -23,9 +24,10 @@ def generate_output(*, cache: Cache | None, **fields: Any) -> GenerateDecoderOnl
     return GenerateDecoderOnlyOutput(**fields)
 
 
-def is_croppable(cache: Cache) -> bool:
-    """Whether rejected positions can be taken back out of the cache."""
-    return bool(cache.is_croppable)
+def is_croppable(layer: Any) -> bool:
+    """Whether rejected positions can be taken back out of a layer of a cache."""
+    # Until 5.24 a quantized layer says so of itself, but its `crop` forgets what it quantized. Goes with < 5.24.
+    return layer.is_croppable and not isinstance(layer, QuantizedLayer)
 
 
 def stop_recording_past(cache: Cache) -> None:

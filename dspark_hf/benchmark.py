@@ -17,6 +17,7 @@ import os
 import platform
 import statistics
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def run_benchmark(settings: BenchmarkSettings, console: Console | None = None) -
     prompts = read_prompts(Path(settings.prompts or PROMPTS_FILE))[: settings.num_prompts]
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    pair = load_pair(settings, report=console.print)
+    pair = load_pair(settings, report=partial(console.print, style="dim", markup=False, highlight=False))
     warm_up(pair, encode_prompt(pair, "Hello!"))
     results = [
         measure_prompt(pair, prompt, settings, first_method=number)

@@ -235,7 +235,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             for slot in range(first):
                 # Trained without a prediction at the anchor, the recurrence steps on that position all the same.
                 _, state = drafter.markov_head(anchor, hidden_states[:, slot], state)
-        previous, prefix = anchor, input_ids.to(self._device)
+        previous, prefix = anchor, input_ids
         tokens: list[torch.Tensor] = []
         scores: list[Any] = []
         confidences: list[float] = []
@@ -274,21 +274,26 @@ class DSparkCandidateGenerator(CandidateGenerator):
         """`[1, Vd]` logits to the target's id, the drafter's id, and the scores drawn from; `None` if none is left."""
         if not self.do_sample and not self._processors:
             row = self._vocabulary.mask(logits).argmax(dim=-1)
-            return *self._vocabulary.ids_of(row), None
-        scores = self._processors(prefix, self._vocabulary.scatter(logits.float()))
-        if not self.do_sample:
+            token, known = self._vocabulary.ids_of(row)
+            return token.to(prefix.device), known, None
+        # Processors hold tensors on the device of `input_ids`.
+        scores = self._processors(prefix, self._vocabulary.scatter(logits.float()).to(prefix.device))
+        if self.do_sample:
+            probs = probabilities(scores)
+            if not bool(torch.isfinite(probs).all()):
+                return None
+            token = draw(probs)
+        else:
             token = scores.argmax(dim=-1)
-            return token, self._vocabulary.known_to_draft(token), None
-        probs = probabilities(scores)
-        if not bool(torch.isfinite(probs).all()):
-            return None
-        token = draw(probs)
-        return token, self._vocabulary.known_to_draft(token), scores
+            if not bool(torch.isfinite(scores[:, token]).all()):
+                return None
+        return token, self._vocabulary.known_to_draft(token.to(self._device)), scores if self.do_sample else None
 
     def _all_confidences(
         self, hidden_states: torch.Tensor, anchor: torch.Tensor, token_ids: torch.Tensor
     ) -> list[float]:
-        previous = torch.cat((anchor[:, None], self._vocabulary.known_to_draft(token_ids[:, :-1])), dim=-1)
+        drafted = self._vocabulary.known_to_draft(token_ids[:, :-1].to(self._device))
+        previous = torch.cat((anchor[:, None], drafted), dim=-1)
         first = self.drafter.config.first_draft_slot
         states = hidden_states[:, first : first + token_ids.shape[1]]
         return self.drafter.confidence(states, previous)[0].tolist()
@@ -405,14 +410,21 @@ class _DraftVocabulary:
 
 def _embedding_of(drafter: DSparkDrafter, target: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]:
     """Ids to block embeddings: the drafter's own table or the target's, scaled as the drafter was trained."""
-    scale = drafter.config.embedding_scale
     module: Any = drafter.embed_tokens if drafter.embed_tokens is not None else target.get_input_embeddings()
-    if scale is None:
-        return module
+    scale = drafter.config.embedding_scale
+    weight = module.weight
+    # Raw rows where there are some to read: a weight may be packed, or be fetched only for the call (offloaded).
+    is_readable = isinstance(module, torch.nn.Embedding) and weight.is_floating_point() and not weight.is_meta
 
     def embed(ids: torch.Tensor) -> torch.Tensor:
-        # Raw rows: a module that scales by itself (Gemma's) must not do it a second time.
-        rows = torch.nn.functional.embedding(ids.to(module.weight.device), module.weight)
+        ids = ids if weight.is_meta else ids.to(weight.device)
+        if scale is None:
+            return module(ids)
+        if is_readable:
+            rows = torch.nn.functional.embedding(ids, weight)
+        else:
+            # Gemma's module scales by itself, which must not happen twice.
+            rows = module(ids) / getattr(module, "scalar_embed_scale", 1.0)
         # The factor is rounded to the table's dtype first, as Gemma does.
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype)
 

@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = _settings(parser, parsed["command"], parsed)
     try:
         return COMMANDS[parsed["command"]][1](settings)
-    except (DSparkError, OSError, ValueError) as error:
+    except (DSparkError, OSError, ValueError, ImportError) as error:
         if parsed["debug"]:
             raise
         print(f"dspark-hf: {' '.join(str(error).split())}", file=sys.stderr)

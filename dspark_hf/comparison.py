@@ -122,13 +122,20 @@ def _default_device() -> str:
 
 
 def encode_prompt(pair: Pair, prompt: str) -> BatchEncoding:
-    """A user's prompt as the target's inputs: in its chat template, where it has one."""
+    """A user's prompt as the target's inputs: in its chat template, where it has one.
+
+    Raises:
+        ValueError: nothing is left of the prompt.
+    """
     if pair.tokenizer.chat_template is None:
         inputs = pair.tokenizer(prompt, return_tensors="pt")
     else:
         inputs = pair.tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
         )
+    if inputs["input_ids"].numel() == 0:
+        # What transformers makes of a folder without tokenizer files: a tokenizer without tokens.
+        raise ValueError(f"The tokenizer of {pair.target.name_or_path} gives no tokens: are its files there?")
     return inputs.to(pair.target.device)
 
 

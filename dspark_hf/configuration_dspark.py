@@ -64,6 +64,10 @@ class DSparkConfig(PreTrainedConfig):
         logits_multiplier (`float`), final_logit_softcapping (`float`, *optional*): applied to the base logits, in
             this order, before the Markov bias.
 
+    Special tokens:
+        bos_token_id, eos_token_id, pad_token_id (`int`, *optional*): the target's, where the checkpoint says them.
+            Drafting does not use them; pipelines compare them with the target's.
+
     Provenance:
         target_model_name_or_path, target_model_revision (`str`, *optional*): the model that it drafts for.
         source_format (`str`, *optional*): the format that it was read from.
@@ -118,6 +122,9 @@ class DSparkConfig(PreTrainedConfig):
     target_model_revision: str | None = None
     source_format: str | None = None
 
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:

@@ -1,6 +1,7 @@
 """`dspark-hf demo`: three prompts, each answered twice, plain and with the drafter, and what the drafter gained."""
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from rich.console import Console
 from rich.table import Table
@@ -58,7 +59,7 @@ class Comparison:
 def run_demo(settings: DemoSettings, console: Console | None = None) -> bool:
     """Runs the demo and prints its table. Returns whether every text was equal up to rounding."""
     console = console or Console()
-    pair = load_pair(settings, report=console.print)
+    pair = load_pair(settings, report=partial(console.print, style="dim", markup=False, highlight=False))
     prompts = PROMPTS if settings.prompt is None else {f"prompt {i}": p for i, p in enumerate(settings.prompt, 1)}
     warm_up(pair, encode_prompt(pair, "Hello!"))
     comparisons = [_compare(pair, name, prompt, settings, console) for name, prompt in prompts.items()]

@@ -8,15 +8,19 @@ too, with `custom_generate=SpeculativeDecoding(drafter)`, an official extension 
 back; `custom_generate` remains as the way without any change to transformers.
 """
 
+import copy
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
-from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
+from transformers import PreTrainedTokenizerBase, StoppingCriteriaList, StopStringCriteria
 from transformers.generation import GenerationMixin
 
 from ._compat import TargetModel
+from .alignment import check_pair
+from .configuration_dspark import DSparkConfig
 from .errors import UnsupportedGenerationError
 from .generation import SpeculativeDecoding
 from .modeling_dspark import DSparkDrafter
@@ -25,15 +29,21 @@ from .vocabulary import DraftVocabularyMap
 
 def install() -> None:
     """Makes `generate` understand a DSpark drafter. Does nothing where it already does."""
-    original = GenerationMixin.generate
-    if not hasattr(original, "_dspark_hf_original"):
-        GenerationMixin.generate = _dispatching(original)  # type: ignore[method-assign]
+    if _original_of(GenerationMixin.generate) is None:
+        GenerationMixin.generate = _dispatching(GenerationMixin.generate)  # type: ignore[method-assign]
 
 
 def uninstall() -> None:
-    """Gives `generate` back as it was before `install`."""
-    original = getattr(GenerationMixin.generate, "_dspark_hf_original", GenerationMixin.generate)
-    GenerationMixin.generate = original  # type: ignore[method-assign]
+    """Gives `generate` back as it was before `install`; leaves it alone where somebody wrapped it since."""
+    original = _original_of(GenerationMixin.generate)
+    if original is not None:
+        GenerationMixin.generate = original  # type: ignore[method-assign]
+
+
+def _original_of(function: Callable) -> Callable | None:
+    """What our wrapper wraps, if `function` is our wrapper itself and not one around it."""
+    marker = getattr(function, "_dspark_hf", None)
+    return marker[1] if marker is not None and marker[0]() is function else None
 
 
 def _dispatching(original: Callable) -> Callable:
@@ -41,61 +51,99 @@ def _dispatching(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def generate(self: TargetModel, *args: Any, **kwargs: Any) -> Any:
-        drafter = kwargs.get("assistant_model")
-        if drafter is None and len(args) > 2:
-            drafter = signature.bind_partial(self, *args).arguments.get("assistant_model")
-        if not isinstance(drafter, DSparkDrafter) or _setting("speculation_type", kwargs, None) == "dflash":
+        if not any(map(_is_ours, (*args, kwargs.get("assistant_model")))):
             return original(self, *args, **kwargs)
-        bound = signature.bind(self, *args, **kwargs).arguments
-        bound.pop("self")
-        arguments = {**bound, **bound.pop("kwargs", {})}
+        arguments = dict(signature.bind(self, *args, **kwargs).arguments)
+        arguments.pop("self")
+        arguments.update(arguments.pop("kwargs", {}))
+        if not _is_ours(arguments.get("assistant_model")) or _speculation_type(self, arguments) == "dflash":
+            return original(self, *args, **kwargs)
         return original(self, **_with_speculative_decoding(self, arguments))
 
-    generate._dspark_hf_original = original  # type: ignore[attr-defined]
+    # `functools.wraps` copies attributes to wrappers around this one: the first item tells them apart.
+    generate._dspark_hf = (weakref.ref(generate), original)  # type: ignore[attr-defined]
     return generate
+
+
+def _is_ours(argument: object) -> bool:
+    """Whether an argument is a drafter. A class or a config in its place is a slip that deserves an answer."""
+    if argument is DSparkDrafter or isinstance(argument, DSparkConfig):
+        raise TypeError(
+            "`assistant_model` must be a loaded drafter, `DSparkDrafter.from_pretrained(...)`, not its "
+            f"{'class' if argument is DSparkDrafter else 'config'}."
+        )
+    return isinstance(argument, DSparkDrafter)
+
+
+def _speculation_type(target: TargetModel, arguments: dict[str, Any]) -> str | None:
+    # Versions before the native path do not have this setting.
+    return _setting("speculation_type", arguments) or getattr(target.generation_config, "speculation_type", None)
 
 
 def _with_speculative_decoding(target: TargetModel, arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the original `generate` that run our loop in place of `assistant_model`."""
-    if arguments.get("custom_generate") is not None:
-        raise UnsupportedGenerationError(
-            "`assistant_model` is a DSpark drafter and `custom_generate` is given as well: leave one of them out."
-        )
-    arguments = dict(arguments)
     drafter = arguments.pop("assistant_model")
+    _refuse_what_never_reaches_the_loop(arguments)
+    # Before `generate` hands the prompt to a streamer and makes a cache.
+    vocabulary_map = _vocabulary_map(target, drafter, arguments)
+    check_pair(target, drafter, vocabulary_map=vocabulary_map).raise_if_blocked()
     _move_stop_strings(target, arguments)
     arguments["custom_generate"] = SpeculativeDecoding(
         drafter,
         num_assistant_tokens=_setting("num_assistant_tokens", arguments),
         assistant_confidence_threshold=_setting("assistant_confidence_threshold", arguments),
+        num_assistant_tokens_schedule=_setting("num_assistant_tokens_schedule", arguments),
         streamer=arguments.get("streamer"),
         synced_gpus=_synced_gpus(target, arguments.get("synced_gpus")),
-        vocabulary_map=_vocabulary_map(target, drafter, arguments),
+        vocabulary_map=vocabulary_map,
     )
     return arguments
 
 
-def _setting(name: str, arguments: dict[str, Any], default: Any = None) -> Any:
+def _refuse_what_never_reaches_the_loop(arguments: dict[str, Any]) -> None:
+    if arguments.get("custom_generate") is not None:
+        raise UnsupportedGenerationError(
+            "`assistant_model` is a DSpark drafter and `custom_generate` is given as well: leave one of them out."
+        )
+    if _setting("cache_implementation", arguments) == "paged":
+        raise UnsupportedGenerationError(
+            "`cache_implementation='paged'` switches to continuous batching, which takes no `assistant_model`: leave "
+            "one of them out."
+        )
+    if _setting("token_healing", arguments):
+        raise UnsupportedGenerationError(
+            "`token_healing` does not go together with a DSpark drafter: heal the prompt first with "
+            "`model.heal_tokens(input_ids, tokenizer)`, and pass what it returns."
+        )
+
+
+def _setting(name: str, arguments: dict[str, Any]) -> Any:
     """A generation setting of this call: its own argument, else its `generation_config`."""
     if arguments.get(name) is not None:
         return arguments[name]
-    return getattr(arguments.get("generation_config"), name, default)
+    return getattr(arguments.get("generation_config"), name, None)
 
 
 def _move_stop_strings(target: TargetModel, arguments: dict[str, Any]) -> None:
     # `generate` hands the tokenizer to its own modes only, and would miss it when it builds this criterion.
-    stop_strings = _setting("stop_strings", arguments) or target.generation_config.stop_strings
-    tokenizer = arguments.get("tokenizer")
+    tokenizer, config = arguments.get("tokenizer"), arguments.get("generation_config")
+    if "stop_strings" in arguments:
+        stop_strings = arguments["stop_strings"]
+    else:
+        stop_strings = getattr(config, "stop_strings", None) or target.generation_config.stop_strings
     if not stop_strings or tokenizer is None:
         return
     criteria = StoppingCriteriaList(arguments.get("stopping_criteria") or [])
-    criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=stop_strings))
+    # The user's own criterion of this kind replaces the built one, as in `generate`.
+    if not any(type(criterion) is StopStringCriteria for criterion in criteria):
+        criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=stop_strings))
     arguments["stopping_criteria"] = criteria
-    arguments["stop_strings"] = None
-    if isinstance(arguments.get("generation_config"), GenerationConfig):
-        config = GenerationConfig.from_dict(arguments["generation_config"].to_dict())
-        config.stop_strings = None
-        arguments["generation_config"] = config
+    if config is not None and "stop_strings" not in arguments and target.generation_config.stop_strings is None:
+        # Not as an argument: `generate` warns about arguments beside a `generation_config`.
+        arguments["generation_config"] = copy.deepcopy(config)
+        arguments["generation_config"].stop_strings = None
+    else:
+        arguments["stop_strings"] = None
 
 
 def _synced_gpus(target: TargetModel, requested: bool | None) -> bool:
@@ -112,9 +160,28 @@ def _vocabulary_map(
         return None
     if target_tokenizer is None:
         raise UnsupportedGenerationError("`assistant_tokenizer` is given without `tokenizer`: pass both or neither.")
-    return DraftVocabularyMap.from_tokenizers(
-        target_tokenizer,
-        drafter_tokenizer,
-        target_vocab_size=target.config.get_text_config(decoder=True).vocab_size,
-        drafter_vocab_size=drafter.config.vocab_size,
-    )
+    sizes = (target.config.get_text_config(decoder=True).vocab_size, drafter.config.vocab_size)
+    return _cached_map(target_tokenizer, drafter_tokenizer, *sizes)
+
+
+def _cached_map(
+    target_tokenizer: PreTrainedTokenizerBase,
+    drafter_tokenizer: PreTrainedTokenizerBase,
+    target_vocab_size: int,
+    drafter_vocab_size: int,
+) -> DraftVocabularyMap:
+    """The map of two tokenizers, built once while both live: it takes a second for a large vocabulary."""
+    of_target = _maps.setdefault(target_tokenizer, weakref.WeakKeyDictionary())
+    sizes = (target_vocab_size, drafter_vocab_size, len(target_tokenizer), len(drafter_tokenizer))
+    known = of_target.setdefault(drafter_tokenizer, {})
+    if sizes not in known:
+        known[sizes] = DraftVocabularyMap.from_tokenizers(
+            target_tokenizer,
+            drafter_tokenizer,
+            target_vocab_size=target_vocab_size,
+            drafter_vocab_size=drafter_vocab_size,
+        )
+    return known[sizes]
+
+
+_maps: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()

@@ -9,6 +9,7 @@ exactly the prefix that plain generation would show them, and nothing is committ
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -34,7 +35,7 @@ from .errors import UnsupportedGenerationError
 from .modeling_dspark import DSparkDrafter
 from .sampling import draw, is_accepted, probabilities, residual
 from .scheduling import DraftLength, resolve_draft_length
-from .trace import Round, Trace, active_trace
+from .trace import Round, Trace, active_traces
 from .vocabulary import DraftVocabularyMap
 
 
@@ -52,6 +53,7 @@ class SpeculativeDecoding:
         drafter: the drafter.
         num_assistant_tokens: draft tokens of a round at most; `None`: `drafter.generation_config`, else the most.
         assistant_confidence_threshold: confidence that ends a draft; `None`: `drafter.generation_config`, else off.
+        num_assistant_tokens_schedule: `None`: `drafter.generation_config`, else `"constant"`, the only one.
         streamer: receives every new token, as in `generate`.
         synced_gpus: keep passing through the target until every process has finished, as in `generate`.
         vocabulary_map: between the ids of the target's and the drafter's tokenizer, where they differ.
@@ -67,6 +69,7 @@ class SpeculativeDecoding:
         *,
         num_assistant_tokens: int | None = None,
         assistant_confidence_threshold: float | None = None,
+        num_assistant_tokens_schedule: str | None = None,
         streamer: BaseStreamer | None = None,
         synced_gpus: bool = False,
         vocabulary_map: DraftVocabularyMap | None = None,
@@ -81,6 +84,7 @@ class SpeculativeDecoding:
             drafter.confidence_head is not None,
             num_assistant_tokens,
             assistant_confidence_threshold,
+            num_assistant_tokens_schedule,
         )
 
     def __call__(
@@ -93,12 +97,12 @@ class SpeculativeDecoding:
         **model_kwargs: Any,
     ) -> GenerateDecoderOnlyOutput | torch.Tensor:
         """The decoding loop, called by `generate` with everything prepared. Returns what plain decoding returns."""
-        _check_request(model, input_ids, generation_config, model_kwargs)
         pair = check_pair(model, self.drafter, vocabulary_map=self.vocabulary_map)
         pair.raise_if_blocked()
+        _check_request(model, input_ids, generation_config, model_kwargs)
         for finding in pair.warnings:
             warnings.warn(str(finding), UserWarning, stacklevel=2)
-        trace = active_trace(self.drafter)
+        traces = active_traces(self.drafter)
         cache = get_cache(model_kwargs)
         generator = DSparkCandidateGenerator(
             self.drafter,
@@ -109,13 +113,13 @@ class SpeculativeDecoding:
             prompt_mask=model_kwargs.get("attention_mask"),
             num_cached=int(cache.get_seq_length()),
             vocabulary_map=self.vocabulary_map,
-            report_confidence=trace is not None,
+            report_confidence=bool(traces),
         )
         with generator:
             decoding = _Decoding(model, generator, self.streamer, generation_config)
             decoding.input_ids, decoding.model_kwargs = input_ids, model_kwargs
             decoding.logits_processor, decoding.stopping_criteria = logits_processor, stopping_criteria
-            return decoding.run(self.synced_gpus, trace)
+            return decoding.run(self.synced_gpus, traces)
 
 
 @dataclass
@@ -148,6 +152,8 @@ class _Decoding:
         self.streamer = streamer
         self.config = generation_config
         self.finished = False
+        self.cache: Any = None
+        self.num_cached = 0
         wanted = generation_config.return_dict_in_generate
         self.outputs = _Outputs(
             scores=() if wanted and generation_config.output_scores else None,
@@ -156,12 +162,38 @@ class _Decoding:
             hidden_states=() if wanted and generation_config.output_hidden_states else None,
         )
 
-    def run(self, synced_gpus: bool, trace: Trace | None) -> GenerateDecoderOnlyOutput | torch.Tensor:
-        clock = _Clock(self.model.device if trace is not None else None)
+    def run(self, synced_gpus: bool, traces: list[Trace]) -> GenerateDecoderOnlyOutput | torch.Tensor:
+        clock = _Clock(self.model.device if traces else None)
         started, prompt_length = clock.now(), self.input_ids.shape[1]
-        self.prefill()
-        if trace is not None:
-            trace.prefill_seconds += clock.now() - started
+        try:
+            self.prefill()
+            prefilled = clock.now()
+            for trace in traces:
+                trace.prefill_seconds += prefilled - started
+            self._decode(synced_gpus, traces, clock)
+        finally:
+            self._leave_cache_clean()
+            for trace in traces:
+                trace.seconds += clock.now() - started
+                trace.num_new_tokens += self.input_ids.shape[1] - prompt_length
+        if self.streamer is not None:
+            self.streamer.end()
+        return self._result()
+
+    def prefill(self) -> None:
+        """Runs the prompt, whose states become the drafter's context, and commits the token that it predicts."""
+        with self.generator.listening(prefill=True):
+            outputs = self.model._prefill(self.input_ids, self.config, self.model_kwargs)
+        self.cache = get_cache(outputs)
+        if not all(map(is_croppable, self.cache.layers)):
+            raise _cannot_crop(self.model, self.cache)
+        self.num_cached = int(self.cache.get_seq_length())
+        # Only now: while it records, a sliding-window cache would hold a long prompt in full.
+        self.cache.activate_past_recording()
+        self._commit(outputs, Draft(self.input_ids.new_empty((1, 0))), is_prefill=True)
+
+    def _decode(self, synced_gpus: bool, traces: list[Trace], clock: "_Clock") -> None:
+        """Rounds until something stops them."""
         with self.model._optimize_model_for_decode():
             while self.model._has_unfinished_sequences(self.finished, synced_gpus, device=self.input_ids.device):
                 if self.finished:
@@ -171,26 +203,10 @@ class _Decoding:
                 draft = self.generator.draft(self.input_ids, self.config.max_length - self.input_ids.shape[1] - 1)
                 drafted = clock.now()
                 num_new = self.verify(draft)
-                if trace is not None:
-                    seconds = (drafted - before, clock.now() - drafted)
-                    trace.rounds.append(_record(draft, num_new, self.input_ids, *seconds))
-        if self.streamer is not None:
-            self.streamer.end()
-        if trace is not None:
-            trace.seconds += clock.now() - started
-            trace.num_new_tokens += self.input_ids.shape[1] - prompt_length
-        return self._result()
-
-    def prefill(self) -> None:
-        """Runs the prompt, whose states become the drafter's context, and commits the token that it predicts."""
-        with self.generator.listening(prefill=True):
-            outputs = self.model._prefill(self.input_ids, self.config, self.model_kwargs)
-        cache = get_cache(outputs)
-        if not is_croppable(cache):
-            raise _cannot_crop(self.model, cache)
-        # Only now: while it records, a sliding-window cache would hold a long prompt in full.
-        cache.activate_past_recording()
-        self._commit(outputs, Draft(self.input_ids.new_empty((1, 0))), is_prefill=True)
+                if traces:
+                    record = _record(draft, num_new, self.input_ids, drafted - before, clock.now() - drafted)
+                    for trace in traces:
+                        trace.rounds.append(record)
 
     def verify(self, draft: Draft) -> int:
         """One pass of the target over anchor and draft; commits what stands, and returns how many tokens that is."""
@@ -198,16 +214,14 @@ class _Decoding:
             outputs = self.model(**self._model_inputs(draft), return_dict=True)
         num_new = self._commit(outputs, draft)
         # The pass wrote anchor and draft; the newest token is not in the cache, as in plain decoding.
-        get_cache(outputs).crop(-(1 + draft.length - num_new))
+        self.cache.crop(-(1 + draft.length - num_new))
+        self.num_cached += num_new
         self.generator.commit(num_new)
         return num_new
 
     def _model_inputs(self, draft: Draft) -> dict[str, Any]:
         input_ids = torch.cat((self.input_ids, draft.token_ids), dim=-1)
-        kwargs = _prepare_attention_mask(dict(self.model_kwargs), input_ids.shape[1], False)
-        kwargs = _prepare_token_type_ids(kwargs, input_ids.shape[1])
-        if kwargs.get("position_ids") is not None:
-            kwargs = _prepare_position_ids(kwargs, kwargs["position_ids"].shape[-1] + draft.length, False)
+        kwargs = _extended(self.model_kwargs, draft.length)
         inputs = self.model.prepare_inputs_for_generation(
             input_ids, next_sequence_length=1 + draft.length, is_first_iteration=False, **kwargs
         )
@@ -270,32 +284,72 @@ class _Decoding:
             if is_prefill:
                 self.outputs.attentions += (weights,)
             else:
+                windows = self._windows(len(weights))
                 self.outputs.attentions += tuple(
-                    tuple(self._attention_row(layer, i, index) for index, layer in enumerate(weights))
-                    for i in range(num_new)
+                    tuple(map(self._attention_row, weights, [i] * len(weights), windows)) for i in range(num_new)
                 )
 
-    def _attention_row(self, weights: torch.Tensor | None, row: int, layer_idx: int) -> torch.Tensor | None:
+    def _attention_row(self, weights: torch.Tensor | None, row: int, window: int | None) -> torch.Tensor | None:
         """Row of `[1, heads, queries, keys]`, cut to the keys that a one-token pass would have had."""
         if weights is None:
             return None
-        cache_layer = get_cache(self.model_kwargs).layers[layer_idx]
-        if cache_layer.is_compileable:
+        if self.cache.is_compileable:  # a static cache: the same keys for every query
             return weights[:, :, row : row + 1]
         end = weights.shape[-1] - (weights.shape[-2] - 1 - row)
-        start = max(0, end - cache_layer.sliding_window) if cache_layer.is_sliding else 0
+        start = 0 if window is None else max(0, end - window)
         return weights[:, :, row : row + 1, start:end]
+
+    def _windows(self, num_layers: int) -> list[int | None]:
+        """Width of the sliding window of each attention layer; `None` for a full one."""
+        config = self.model.config.get_text_config(decoder=True)
+        layer_types = getattr(config, "layer_types", None)
+        if layer_types is not None:
+            kinds = [kind for kind in layer_types if kind != "linear_attention"]
+            windows = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+        else:
+            windows = [layer.sliding_window if layer.is_sliding else None for layer in self.cache.layers]
+        return windows if len(windows) == num_layers else [None] * num_layers
+
+    def _leave_cache_clean(self) -> None:
+        """Takes uncommitted positions out of the cache after an exception, and stops it from recording in any case."""
+        if self.cache is None:
+            return
+        surplus = int(self.cache.get_seq_length()) - self.num_cached
+        if surplus > 0:
+            self.cache.crop(-surplus)
+        stop_recording_past(self.cache)
 
     def _keep_peers_company(self) -> None:
         # Sharded parameters are gathered by all processes together: one pass for each of theirs.
         self.model(self.input_ids[:, -1:], use_cache=False)
 
     def _result(self) -> GenerateDecoderOnlyOutput | torch.Tensor:
-        cache = get_cache(self.model_kwargs)
-        stop_recording_past(cache)
         if not self.config.return_dict_in_generate:
             return self.input_ids
-        return generate_output(sequences=self.input_ids, cache=cache, **vars(self.outputs))
+        return generate_output(sequences=self.input_ids, cache=self.cache, **vars(self.outputs))
+
+
+def _extended(model_kwargs: dict[str, Any], num_tokens: int) -> dict[str, Any]:
+    """The keyword arguments of a pass, as long as they are now plus a draft of `num_tokens`.
+
+    Each is extended from its own length: with a part-filled cache, masks span more than the ids that were passed.
+    """
+    kwargs = dict(model_kwargs)
+    for name, extend in _EXTENSIONS.items():
+        if kwargs.get(name) is not None:
+            kwargs = extend(kwargs, kwargs[name].shape[-1] + num_tokens)
+    if (token_types := kwargs.get("mm_token_type_ids")) is not None:
+        # Drafted tokens are text.
+        text = token_types.new_zeros((token_types.shape[0], num_tokens))
+        kwargs["mm_token_type_ids"] = torch.cat((token_types, text), dim=-1)
+    return kwargs
+
+
+_EXTENSIONS: dict[str, Callable[[dict[str, Any], int], dict[str, Any]]] = {
+    "attention_mask": partial(_prepare_attention_mask, is_encoder_decoder=False),
+    "position_ids": partial(_prepare_position_ids, is_encoder_decoder=False),
+    "token_type_ids": _prepare_token_type_ids,
+}
 
 
 class _Clock:
@@ -379,8 +433,8 @@ def _unsupported_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -
 
 
 def _may_be_croppable(cache: Any) -> bool:
-    """False only where a layer can tell already: some know it after the first pass only."""
-    return all(layer.is_croppable or not layer.is_initialized for layer in cache.layers)
+    """False only where a layer can tell already: one with a convolution knows after its first pass."""
+    return all(is_croppable(layer) or hasattr(layer, "is_conv_states_initialized") for layer in cache.layers)
 
 
 def _cannot_crop(model: TargetModel, cache: Any) -> UnsupportedGenerationError:

@@ -10,6 +10,7 @@ DFlash (arXiv 2602.06036):
     confidence             c_k = sigmoid(w . [h_k ; W1[x_{k-1}]])
 """
 
+import json
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -32,6 +33,11 @@ from .trace import Trace, recording
 
 # Arguments of `from_pretrained` that say where the files are, and not how to build the model.
 _HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
+_PUSH_ARGUMENTS = ("repo_id", "commit_message", "private", "token", "create_pr", "max_shard_size", "tags")
+# Arguments of `from_pretrained` that are named like a config field and mean the loading.
+_MODEL_ARGUMENTS = ("dtype", "quantization_config")
+# What a drafter says in `generation_config.json`.
+_DRAFTING_SETTINGS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
 
 
 class DraftRMSNorm(nn.Module):
@@ -405,8 +411,8 @@ class DSparkDrafter(PreTrainedModel):
     ) -> Any:
         """Opens a drafter in our format or in any published one (see `dspark_hf.checkpoints`).
 
-        Takes the arguments of [`~transformers.PreTrainedModel.from_pretrained`]. Weights come from safetensors only;
-        no code from the repository is run.
+        Takes the arguments of [`~transformers.PreTrainedModel.from_pretrained`]; those named like a config field
+        change it. Weights come from safetensors only; no code from the repository is run.
 
         Raises:
             OSError: no such folder, repository or file.
@@ -414,9 +420,12 @@ class DSparkDrafter(PreTrainedModel):
             CheckpointFieldError: a field of the config is missing or impossible.
             IncompleteCheckpointError: tensors are missing, left over or misshapen (the message names them).
         """
+        if pretrained_model_name_or_path is None:
+            raise ValueError("`from_pretrained` needs a folder or repository; build an empty drafter with its class.")
         location = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+        kwargs.pop("code_revision", None)  # no code is ever taken from a repository
         checkpoint = read_checkpoint(pretrained_model_name_or_path, **location)
-        config = checkpoint.config if config is None else config
+        config = _resolve_config(checkpoint.config, config, location, kwargs)
         with torch.device("meta"):
             expected = {name: list(tensor.shape) for name, tensor in cls(config).state_dict().items()}
         checkpoint.require(expected)
@@ -431,8 +440,14 @@ class DSparkDrafter(PreTrainedModel):
 
         Takes the arguments of [`~transformers.PreTrainedModel.save_pretrained`].
         """
-        self.generation_config.save_pretrained(save_directory)
+        push_to_hub = kwargs.pop("push_to_hub", False)
         super().save_pretrained(save_directory, *args, **kwargs)
+        if kwargs.get("is_main_process", True):
+            self.generation_config.save_pretrained(save_directory)
+        if push_to_hub:
+            options = {name: kwargs[name] for name in _PUSH_ARGUMENTS if name in kwargs}
+            repo_id = options.pop("repo_id", os.path.basename(os.path.normpath(save_directory)))
+            self.push_to_hub(repo_id, **options)
 
     def get_input_embeddings(self) -> nn.Module | None:  # type: ignore[override]
         return self.embed_tokens
@@ -506,8 +521,9 @@ class DSparkDrafter(PreTrainedModel):
     def base_logits(self, hidden_states: torch.Tensor, lm_head: nn.Module) -> torch.Tensor:
         """U: `[..., H]` backbone states to `[..., Vd]` logits, in the dtype of `lm_head`."""
         weight = getattr(lm_head, "weight", None)
-        if weight is not None and weight.is_floating_point():
-            hidden_states = hidden_states.to(weight.dtype)
+        if weight is not None and weight.is_floating_point() and weight.device.type != "meta":
+            # A borrowed head may live on another device, in another dtype.
+            hidden_states = hidden_states.to(weight.device, weight.dtype)
         logits = lm_head(hidden_states)
         if self.config.logits_multiplier != 1.0:
             logits = logits * self.config.logits_multiplier
@@ -540,7 +556,23 @@ def _read_generation_config(source: str | os.PathLike, location: dict) -> Genera
     )
     if path is None:
         return GenerationConfig()
-    return GenerationConfig.from_pretrained(os.path.dirname(path))
+    with open(path, encoding="utf-8") as file:
+        settings = json.load(file)
+    # A foreign checkpoint may carry its target's sampling settings, which are not the drafter's to say.
+    return GenerationConfig(**{name: settings[name] for name in _DRAFTING_SETTINGS if settings.get(name) is not None})
+
+
+def _resolve_config(
+    found: DSparkConfig, given: DSparkConfig | str | os.PathLike | None, location: dict, kwargs: dict[str, Any]
+) -> DSparkConfig:
+    """The checkpoint's config or the caller's, with the fields that `kwargs` names changed (and taken out of it)."""
+    if isinstance(given, (str, os.PathLike)):
+        given = read_checkpoint(given, **location).config
+    settings = (found if given is None else given).to_dict()
+    changed = {name: kwargs.pop(name) for name in list(kwargs) if name in settings and name not in _MODEL_ARGUMENTS}
+    if given is not None and not changed:
+        return given
+    return DSparkConfig.from_dict({**settings, **changed})
 
 
 __all__ = ["DSparkDrafter"]

@@ -6,6 +6,7 @@ c_k is a function of the tokens before position k), so the output keeps the targ
 """
 
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 from transformers import GenerationConfig
@@ -36,6 +37,7 @@ def resolve_draft_length(
     has_confidence_head: bool,
     num_assistant_tokens: int | None = None,
     confidence_threshold: float | None = None,
+    schedule: str | None = None,
 ) -> DraftLength:
     """The policy from the per-call arguments (they win), the drafter's settings, and the defaults.
 
@@ -43,26 +45,26 @@ def resolve_draft_length(
         drafter_config: `drafter.generation_config`.
         num_draft_tokens: tokens that one block gives.
         has_confidence_head: whether a threshold has anything to read.
-        num_assistant_tokens, confidence_threshold: of this call; `None` where it says nothing.
+        num_assistant_tokens, confidence_threshold, schedule: of this call; `None` where it says nothing.
 
     Raises:
         UnsupportedGenerationError: a value out of range, or a setting that this drafter cannot follow.
     """
-    schedule = drafter_config.num_assistant_tokens_schedule
-    if schedule not in (None, "constant"):
+    schedule = _first_given(schedule, drafter_config.num_assistant_tokens_schedule, "constant")
+    if schedule != "constant":
         raise UnsupportedGenerationError(
             f"`num_assistant_tokens_schedule` is {schedule!r}, but a DSpark drafter follows 'constant' only. "
-            "Set `drafter.generation_config.num_assistant_tokens_schedule = 'constant'`; "
-            "`assistant_confidence_threshold` shortens drafts round by round."
+            "Set it to 'constant' in the call or in `drafter.generation_config`; `assistant_confidence_threshold` "
+            "shortens drafts round by round."
         )
     tokens = _first_given(num_assistant_tokens, drafter_config.num_assistant_tokens, num_draft_tokens)
-    if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= num_draft_tokens:
+    if not _is_integer(tokens) or not 1 <= tokens <= num_draft_tokens:
         raise UnsupportedGenerationError(
-            f"`num_assistant_tokens` is {tokens!r}, but this drafter gives 1 to {num_draft_tokens} tokens a round. "
-            "Leave it out to use all of them."
+            f"`num_assistant_tokens` is {tokens!r}, but this drafter gives 1 to {num_draft_tokens} tokens a round "
+            "(an integer). Leave it out to use all of them."
         )
     threshold = _first_given(confidence_threshold, drafter_config.assistant_confidence_threshold, 0.0)
-    if not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
+    if not _is_probability(threshold):
         raise UnsupportedGenerationError(
             f"`assistant_confidence_threshold` is {threshold!r}, expected a probability from 0 (off) to 1."
         )
@@ -71,7 +73,16 @@ def resolve_draft_length(
             f"`assistant_confidence_threshold` is {threshold}, but this drafter has no confidence head. "
             "Set it to 0 or leave it out."
         )
-    return DraftLength(tokens, float(threshold))
+    return DraftLength(int(tokens), float(threshold))
+
+
+def _is_integer(value: object) -> bool:
+    """True for every integer type (NumPy's too), but not for booleans."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_probability(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and 0.0 <= float(value) <= 1.0
 
 
 def _first_given(*values: Any) -> Any:

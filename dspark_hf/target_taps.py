@@ -62,6 +62,12 @@ class TargetTaps:
     def _receive(self, layer_id: int, hidden_states: torch.Tensor) -> None:
         if _listening.get() is not self:
             return
+        if hidden_states.dim() != 3:
+            raise UnsupportedGenerationError(
+                f"Decoder layer {layer_id} of the target gives a tensor of shape {list(hidden_states.shape)}, but "
+                "drafters read one state per position ([batch, length, hidden_size]). Leave out `assistant_model` for "
+                "this model."
+            )
         self._states[layer_id] = hidden_states
         if layer_id != self._ids[-1]:
             return

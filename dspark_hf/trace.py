@@ -94,6 +94,6 @@ def recording(drafter: object) -> Iterator[Trace]:
         _active.reset(token)
 
 
-def active_trace(drafter: object) -> Trace | None:
-    """The innermost trace that listens to `drafter` in the current context."""
-    return next((trace for owner, trace in reversed(_active.get()) if owner is drafter), None)
+def active_traces(drafter: object) -> list[Trace]:
+    """The traces that listen to `drafter` in the current context."""
+    return [trace for owner, trace in _active.get() if owner is drafter]

@@ -265,6 +265,7 @@ class TestOneDrafterWrittenManyWays:
         speculators = read_checkpoint(FIXTURES / "speculators_dspark").config.to_dict()
         differing = {key for key in deepspec if deepspec[key] != speculators[key]}
         stated = {"num_target_layers", "own_embed_tokens", "own_lm_head", "target_model_name_or_path"}
+        stated |= {"bos_token_id", "eos_token_id"}
         assert differing == stated | {"source_format"}
 
     def test_our_own_format_keeps_every_field(self, tmp_path):

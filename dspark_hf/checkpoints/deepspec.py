@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 from ..errors import UnsupportedCheckpointError
-from .fields import Fields, read_block, read_heads, read_taps
+from .fields import Fields, read_block, read_heads, read_special_tokens, read_taps
 from .qwen3 import read_backbone
 
 ARCHITECTURES = ("Qwen3DSparkModel", "Gemma4DSparkModel")
@@ -30,6 +30,7 @@ def translate(source: str, config_dict: dict[str, Any]) -> dict[str, Any]:
     return {
         **backbone,
         **read_block(fields, backbone["vocab_size"], sample_from_anchor=True),
+        **read_special_tokens(fields),
         **read_taps(fields),
         **read_heads(fields),
         "layer_types": ["full_attention"] * backbone["num_hidden_layers"],

@@ -149,6 +149,11 @@ def _check_tap_range(fields: Fields, name: str, layer_ids: list[int], shift: int
         )
 
 
+def read_special_tokens(fields: Fields) -> dict[str, Any]:
+    """The ids of the target's special tokens, where the file says them."""
+    return {name: fields.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+
+
 def read_heads(fields: Fields) -> dict[str, Any]:
     """The Markov head and the confidence head, under the same names in DeepSpec and speculators."""
     markov_rank = fields.whole("markov_rank", minimum=0)

@@ -7,7 +7,7 @@ counts its window from the anchor.
 from typing import Any
 
 from ..errors import UnsupportedCheckpointError
-from .fields import NO_HEADS, Fields, read_block, read_heads, read_taps
+from .fields import NO_HEADS, Fields, read_block, read_heads, read_special_tokens, read_taps
 from .qwen3 import read_backbone, read_window
 
 KINDS = ("dspark", "dflash")
@@ -29,6 +29,7 @@ def translate(source: str, config_dict: dict[str, Any]) -> dict[str, Any]:
     return {
         **backbone,
         **read_block(fields, backbone["vocab_size"], fields.flag("sample_from_anchor", default=kind == "dspark")),
+        **read_special_tokens(fields),
         **read_taps(fields, "aux_hidden_state_layer_ids", shift=1),
         **(read_heads(fields) if kind == "dspark" else NO_HEADS),
         **_read_windows(fields, backbone),

@@ -5,7 +5,7 @@ Sliding layers follow the dflash 0.1.0 package: a window per query, causal unles
 
 from typing import Any
 
-from .fields import NO_HEADS, Fields, read_block, read_taps
+from .fields import NO_HEADS, Fields, read_block, read_special_tokens, read_taps
 from .qwen3 import read_backbone, read_window
 
 ARCHITECTURES = ("DFlashDraftModel",)
@@ -23,6 +23,7 @@ def translate(source: str, config_dict: dict[str, Any]) -> dict[str, Any]:
     return {
         **backbone,
         **read_block(fields, backbone["vocab_size"], sample_from_anchor=False),
+        **read_special_tokens(fields),
         **read_taps(fields),
         **NO_HEADS,
         **_read_windows(fields, backbone),
