@@ -35,6 +35,7 @@ from .errors import UnsupportedGenerationError
 from .modeling_dspark import DSparkDrafter
 from .sampling import draw, is_accepted, probabilities, residual
 from .scheduling import DraftLength, resolve_draft_length
+from .target_taps import skips_prompt_positions
 from .trace import Round, Trace, active_traces
 from .vocabulary import DraftVocabularyMap
 
@@ -182,6 +183,8 @@ class _Decoding:
 
     def prefill(self) -> None:
         """Runs the prompt, whose states become the drafter's context, and commits the token that it predicts."""
+        if skips_prompt_positions(self.model, self.generator.drafter.config.target_layer_ids):
+            self.model_kwargs["logits_to_keep"] = 0  # all: the drafter needs the whole prompt
         with self.generator.listening(prefill=True):
             outputs = self.model._prefill(self.input_ids, self.config, self.model_kwargs)
         self.cache = get_cache(outputs)
@@ -438,7 +441,11 @@ def _may_be_croppable(cache: Any) -> bool:
 
 
 def _cannot_crop(model: TargetModel, cache: Any) -> UnsupportedGenerationError:
-    kept = "a state" if cache is None else f"{type(cache).__name__}({', '.join(sorted({*map(repr, cache.layers)}))})"
+    kept = (
+        "a state"
+        if cache is None
+        else f"{type(cache).__name__}({', '.join(sorted({type(layer).__name__ for layer in cache.layers}))})"
+    )
     return UnsupportedGenerationError(
         f"{type(model).__name__} keeps {kept}, which cannot take back rejected draft tokens. Use the default "
         "(dynamic) cache; for a model with a recurrent state, leave out `assistant_model`."

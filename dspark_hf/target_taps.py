@@ -108,6 +108,17 @@ class TargetTaps:
         self._states.clear()
 
 
+def skips_prompt_positions(target: PreTrainedModel, target_layer_ids: list[int]) -> bool:
+    """Whether a tapped layer sees only those positions of a prompt whose logits are asked for.
+
+    From the first layer on that shares its keys with earlier ones (Gemma 3n, Gemma 4), nothing looks back at the
+    prompt, so transformers drops it there.
+    """
+    config = target.config.get_text_config(decoder=True)
+    num_shared = getattr(config, "num_kv_shared_layers", None) or 0
+    return num_shared > 0 and target_layer_ids[-1] >= config.num_hidden_layers - num_shared
+
+
 def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
     """The list of decoder layers of a causal language model, also inside a multimodal one."""
     decoder = target.get_decoder()

@@ -83,6 +83,7 @@ def test_a_wrong_argument_is_one_line_and_code_2(arguments, message, seen, capsy
     [
         (OSError("no such\n  model"), "dspark-hf: no such model\n"),
         (ValueError("two\nlines"), "dspark-hf: two lines\n"),
+        (ImportError("pip install gguf"), "dspark-hf: pip install gguf\n"),
         (
             AlignmentError("hidden_size", 8, 16, "Take its own target."),
             "dspark-hf: This drafter cannot draft for this target: hidden_size is 8 in the target "

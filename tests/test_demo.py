@@ -1,5 +1,6 @@
 """The demo, the benchmark and what they share: verdicts, weights, tables. Offline, on a tiny random pair."""
 
+import io
 import json
 import math
 import subprocess
@@ -61,7 +62,7 @@ def pair(pair_settings) -> Pair:
 
 
 def recording_console() -> Console:
-    return Console(record=True, width=160, file=open("/dev/null", "w"))
+    return Console(record=True, width=160, file=io.StringIO())
 
 
 class TestJudge:
@@ -119,6 +120,11 @@ def test_a_prompt_is_put_into_the_chat_template(pair):
 def test_a_tokenizer_without_a_chat_template_gets_the_bare_prompt(pair, monkeypatch):
     monkeypatch.setattr(pair.tokenizer, "chat_template", None)
     assert pair.tokenizer.decode(encode_prompt(pair, "hi")["input_ids"][0]) == "hi"
+
+
+def test_a_tokenizer_without_tokens_is_named(pair):
+    with pytest.raises(ValueError, match=r"The tokenizer of .* gives no tokens: are its files there\?"):
+        encode_prompt(Pair(pair.target, PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE())), None), "a")
 
 
 def test_both_ways_give_the_same_text_and_only_the_drafter_gives_a_record(pair):
