@@ -193,10 +193,11 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if num_tokens < 1 or self._stepped_aside or anchor is None:
             return nothing
         hidden_states = self._run_backbone(input_ids, anchor)
-        if not bool(torch.isfinite(hidden_states).all()):
+        draft = self._draw_chain(hidden_states, anchor, input_ids, num_tokens)
+        if draft is None:
             self._step_aside()
             return nothing
-        return self._draw_chain(hidden_states, anchor, input_ids, num_tokens)
+        return draft
 
     def _run_backbone(self, input_ids: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
         """One pass over waiting context and a full block: `[1, block_size, H]`. The block always has its full size,
@@ -224,8 +225,11 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def _draw_chain(
         self, hidden_states: torch.Tensor, anchor: torch.Tensor, input_ids: torch.Tensor, num_tokens: int
-    ) -> Draft:
-        """Tokens left to right. What decides whether position k is drawn (its confidence) is known before x_k is."""
+    ) -> Draft | None:
+        """Tokens left to right. What decides whether position k is drawn (its confidence) is known before x_k is.
+
+        `None` where numbers overflowed: such a draft is noise, and the reason should be told.
+        """
         drafter, first = self.drafter, self.drafter.config.first_draft_slot
         base = drafter.base_logits(hidden_states[:, first : first + num_tokens], self._lm_head).to(self._device)
         base = base[..., : self._vocabulary.num_rows]
@@ -239,6 +243,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         tokens: list[torch.Tensor] = []
         scores: list[Any] = []
         confidences: list[float] = []
+        peaks = [hidden_states.abs().amax().float()]
         for k in range(num_tokens):
             hidden = hidden_states[:, first + k]
             if self.draft_length.confidence_threshold > 0:
@@ -249,6 +254,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             if drafter.markov_head is not None:
                 bias, state = drafter.markov_head(previous, hidden, state)
                 logits = logits + bias[..., : self._vocabulary.num_rows]
+            peaks.append(logits.amax().float())
             choice = self._choose(logits, prefix)
             if choice is None:
                 break
@@ -257,6 +263,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
             scores.append(drawn_from)
             if self._processors:
                 prefix = torch.cat((prefix, token[:, None]), dim=-1)
+        if not bool(torch.isfinite(torch.stack(peaks)).all()):
+            return None
         if not tokens:
             return Draft(input_ids.new_empty((1, 0)), confidence=confidences or None)
         token_ids = torch.stack(tokens, dim=-1)
@@ -301,7 +309,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
     def _step_aside(self) -> None:
         self._stepped_aside = True
         warnings.warn(
-            f"The drafter's states overflow in {self._dtype}: it proposes nothing for the rest of this call, and "
+            f"The drafter's numbers overflow in {self._dtype}: it proposes nothing for the rest of this call, and "
             "generation goes on without it. Load the drafter in bfloat16 or float32.",
             UserWarning,
             stacklevel=2,

@@ -184,7 +184,8 @@ class _Decoding:
     def prefill(self) -> None:
         """Runs the prompt, whose states become the drafter's context, and commits the token that it predicts."""
         if skips_prompt_positions(self.model, self.generator.drafter.config.target_layer_ids):
-            self.model_kwargs["logits_to_keep"] = 0  # all: the drafter needs the whole prompt
+            # The last logits, but by index: only a number makes the host drop the rest of the prompt.
+            self.model_kwargs["logits_to_keep"] = torch.tensor([-1], device=self.input_ids.device)
         with self.generator.listening(prefill=True):
             outputs = self.model._prefill(self.input_ids, self.config, self.model_kwargs)
         self.cache = get_cache(outputs)
@@ -280,7 +281,7 @@ class _Decoding:
                 self.outputs.hidden_states += (states,)
             else:
                 self.outputs.hidden_states += tuple(
-                    tuple(layer[:, i : i + 1] for layer in states) for i in range(num_new)
+                    tuple(None if layer is None else layer[:, i : i + 1] for layer in states) for i in range(num_new)
                 )
         if self.outputs.attentions is not None:
             weights = outputs.attentions

@@ -469,6 +469,7 @@ class DSparkDrafter(PreTrainedModel):
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         cache: Any = None,
+        past_key_values: Any = None,
         **kwargs: Any,
     ) -> BaseModelOutput:
         """The backbone over one block. Argument names are those of transformers for this kind of drafter.
@@ -482,10 +483,12 @@ class DSparkDrafter(PreTrainedModel):
                 the cache holds.
             cache: a [`DraftCache`] (or a `DFlashCache` of transformers); it is handed context and block together,
                 and the caller keeps the context only.
+            past_key_values: the name of `cache` until transformers 5.24.
 
         Returns:
             `last_hidden_state`: `[B, S, H]`, after the final norm.
         """
+        cache = cache if cache is not None else past_key_values
         batch, block_length, _ = noise_embeds.shape
         num_new = block_length + (0 if context_hidden_states is None else context_hidden_states.shape[1])
         if position_ids is None:
