@@ -39,6 +39,7 @@ from .comparison import (
     timed_answer,
     warm_up,
 )
+from .demo_weights import DRAFTER_FOLDER, describe_demo_target
 
 PROMPTS_FILE = Path(__file__).parent / "prompts.jsonl"
 METHODS: dict[str, dict[str, Any]] = {
@@ -120,7 +121,7 @@ def run_benchmark(settings: BenchmarkSettings, console: Console | None = None) -
     console.print(_table(summary, settings))
     report = {
         "settings": asdict(settings),
-        "environment": environment(pair),
+        "environment": environment(pair, settings),
         "summary": summary,
         "prompts": [asdict(result) for result in results],
     }
@@ -240,19 +241,19 @@ def _cells(numbers: dict[str, Any]) -> list[str]:
     ]
 
 
-def environment(pair: Pair) -> dict[str, Any]:
-    """What the numbers depend on: versions, machine, threads."""
+def environment(pair: Pair, settings: PairSettings) -> dict[str, Any]:
+    """What the numbers depend on: versions, machine, threads, models. No paths: results are published."""
     on_cuda = pair.target.device.type == "cuda"
     return {
         "dspark_hf": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
-        "machine": platform.platform(),
+        "machine": f"{platform.system()} {platform.machine()}",
         "device": torch.cuda.get_device_name(pair.target.device) if on_cuda else str(pair.target.device),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cpu_count": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "target": pair.target.name_or_path,
-        "drafter": pair.drafter.name_or_path,
+        "target": settings.target or describe_demo_target(Path(pair.target.name_or_path)),
+        "drafter": settings.drafter or f"dspark_hf/drafters/{DRAFTER_FOLDER.name}",
     }

@@ -193,11 +193,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if num_tokens < 1 or self._stepped_aside or anchor is None:
             return nothing
         hidden_states = self._run_backbone(input_ids, anchor)
-        draft = self._draw_chain(hidden_states, anchor, input_ids, num_tokens)
-        if draft is None:
-            self._step_aside()
-            return nothing
-        return draft
+        return self._draw_chain(hidden_states, anchor, input_ids, num_tokens)
 
     def _run_backbone(self, input_ids: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
         """One pass over waiting context and a full block: `[1, block_size, H]`. The block always has its full size,
@@ -225,11 +221,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def _draw_chain(
         self, hidden_states: torch.Tensor, anchor: torch.Tensor, input_ids: torch.Tensor, num_tokens: int
-    ) -> Draft | None:
-        """Tokens left to right. What decides whether position k is drawn (its confidence) is known before x_k is.
-
-        `None` where numbers overflowed: such a draft is noise, and the reason should be told.
-        """
+    ) -> Draft:
+        """Tokens left to right. What decides whether position k is drawn (its confidence) is known before x_k is."""
         drafter, first = self.drafter, self.drafter.config.first_draft_slot
         base = drafter.base_logits(hidden_states[:, first : first + num_tokens], self._lm_head).to(self._device)
         base = base[..., : self._vocabulary.num_rows]
@@ -264,7 +257,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
             if self._processors:
                 prefix = torch.cat((prefix, token[:, None]), dim=-1)
         if not bool(torch.isfinite(torch.stack(peaks)).all()):
-            return None
+            self._step_aside()
+            # A sampled draft has ended before the overflow. To drop what it drew by then, because of what came after,
+            # would change the distribution of the output.
+            tokens = tokens if self.do_sample else []
         if not tokens:
             return Draft(input_ids.new_empty((1, 0)), confidence=confidences or None)
         token_ids = torch.stack(tokens, dim=-1)

@@ -77,6 +77,11 @@ def cached_demo_target() -> Path | None:
     return folder if (folder / _PROVENANCE).is_file() else None
 
 
+def describe_demo_target(folder: Path) -> str:
+    """What the demo's target in `folder` is: the two sources differ in their weights."""
+    return f"{TARGET_ID} (the GGUF of {WHEEL_REQUIREMENT}, unpacked)" if (folder / _PROVENANCE).is_file() else TARGET_ID
+
+
 class DigestError(OSError):
     """A downloaded file is not the one that was published.
 

@@ -117,9 +117,16 @@ class SpeculativeDecoding:
             report_confidence=bool(traces),
         )
         with generator:
-            decoding = _Decoding(model, generator, self.streamer, generation_config)
-            decoding.input_ids, decoding.model_kwargs = input_ids, model_kwargs
-            decoding.logits_processor, decoding.stopping_criteria = logits_processor, stopping_criteria
+            decoding = _Decoding(
+                model=model,
+                generator=generator,
+                streamer=self.streamer,
+                config=generation_config,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                input_ids=input_ids,
+                model_kwargs=model_kwargs,
+            )
             return decoding.run(self.synced_gpus, traces)
 
 
@@ -133,34 +140,31 @@ class _Outputs:
     hidden_states: tuple | None
 
 
+@dataclass
 class _Decoding:
     """The state of one call."""
 
-    input_ids: torch.Tensor
-    model_kwargs: dict[str, Any]
+    model: TargetModel
+    generator: DSparkCandidateGenerator
+    streamer: BaseStreamer | None
+    config: GenerationConfig
     logits_processor: Any
     stopping_criteria: StoppingCriteriaList
+    input_ids: torch.Tensor
+    model_kwargs: dict[str, Any]
+    cache: Any = None
+    num_cached: int = 0
+    finished: bool = False
 
-    def __init__(
-        self,
-        model: TargetModel,
-        generator: DSparkCandidateGenerator,
-        streamer: BaseStreamer | None,
-        generation_config: GenerationConfig,
-    ):
-        self.model = model
-        self.generator = generator
-        self.streamer = streamer
-        self.config = generation_config
-        self.finished = False
-        self.cache: Any = None
-        self.num_cached = 0
-        wanted = generation_config.return_dict_in_generate
+    def __post_init__(self) -> None:
+        def empty(is_wanted: bool | None) -> tuple | None:
+            return () if self.config.return_dict_in_generate and is_wanted else None
+
         self.outputs = _Outputs(
-            scores=() if wanted and generation_config.output_scores else None,
-            logits=() if wanted and generation_config.output_logits else None,
-            attentions=() if wanted and generation_config.output_attentions else None,
-            hidden_states=() if wanted and generation_config.output_hidden_states else None,
+            scores=empty(self.config.output_scores),
+            logits=empty(self.config.output_logits),
+            attentions=empty(self.config.output_attentions),
+            hidden_states=empty(self.config.output_hidden_states),
         )
 
     def run(self, synced_gpus: bool, traces: list[Trace]) -> GenerateDecoderOnlyOutput | torch.Tensor:
