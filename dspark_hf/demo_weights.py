@@ -79,7 +79,8 @@ def cached_demo_target() -> Path | None:
 
 def describe_demo_target(folder: Path) -> str:
     """What the demo's target in `folder` is: the two sources differ in their weights."""
-    return f"{TARGET_ID} (the GGUF of {WHEEL_REQUIREMENT}, unpacked)" if (folder / _PROVENANCE).is_file() else TARGET_ID
+    from_wheel = (folder / _PROVENANCE).is_file()
+    return f"{TARGET_ID} (the GGUF of {WHEEL_REQUIREMENT}, unpacked)" if from_wheel else TARGET_ID
 
 
 class DigestError(OSError):
