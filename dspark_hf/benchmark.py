@@ -254,6 +254,6 @@ def environment(pair: Pair, settings: PairSettings) -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cpu_count": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "target": settings.target or describe_demo_target(Path(pair.target.name_or_path)),
+        "target": settings.target or describe_demo_target(Path(str(pair.target.name_or_path))),
         "drafter": settings.drafter or f"dspark_hf/drafters/{DRAFTER_FOLDER.name}",
     }
