@@ -1,4 +1,4 @@
-"""Two processes that must pass through the target equally often, as sharded parameters demand, though one stops early."""
+"""Two processes that must pass through the target equally often (sharded parameters), though one stops early."""
 
 import sys
 
