@@ -32,14 +32,15 @@ from .comparison import (
     Answer,
     Pair,
     PairSettings,
+    drafter_name,
     encode_prompt,
     geometric_mean,
     judge,
     load_pair,
+    target_name,
     timed_answer,
     warm_up,
 )
-from .demo_weights import DRAFTER_FOLDER, describe_demo_target
 
 PROMPTS_FILE = Path(__file__).parent / "prompts.jsonl"
 METHODS: dict[str, dict[str, Any]] = {
@@ -53,12 +54,12 @@ METHODS: dict[str, dict[str, Any]] = {
 class BenchmarkSettings(PairSettings):
     """Measure plain generation, prompt lookup and the drafter on held-out prompts."""
 
-    max_new_tokens: int = field(default=128, metadata={"help": "most tokens of an answer"})
+    max_new_tokens: int = field(default=128, metadata={"help": "maximum number of new tokens per answer"})
     num_prompts: int = field(default=24, metadata={"help": "how many prompts, from the start of the file"})
     prompts: str | None = field(
         default=None, metadata={"help": "JSON lines with dataset, index, prompt; default: the built-in ones"}
     )
-    repeats: int = field(default=1, metadata={"help": "measure each prompt so often and take the median"})
+    repeats: int = field(default=1, metadata={"help": "measure each prompt this many times and take the median"})
     json: str | None = field(default=None, metadata={"help": "also write all numbers to this file"})
     threads: int | None = field(default=None, metadata={"help": "CPU threads of torch; default: its own choice"})
 
@@ -70,6 +71,8 @@ class BenchmarkSettings(PairSettings):
                 raise ValueError(f"--{name.replace('_', '-')} is {value}, it must be 1 or more")
         if self.json is not None and not Path(self.json).absolute().parent.is_dir():
             raise ValueError(f"--json is {self.json}, whose folder does not exist")
+        if self.prompts is not None and not Path(self.prompts).is_file():
+            raise ValueError(f"--prompts is {self.prompts}, which is no file")
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,8 @@ def run_benchmark(settings: BenchmarkSettings, console: Console | None = None) -
     ]
     summary = summarize(results)
     console.print(_table(summary, settings))
+    for line in _differences(results):
+        console.print(line, style="dim", markup=False, highlight=False)
     report = {
         "settings": asdict(settings),
         "environment": environment(pair, settings),
@@ -218,7 +223,10 @@ def _summarize_method(measurements: list[Measurement]) -> dict[str, Any]:
 
 
 def _table(summary: dict[str, dict[str, dict[str, Any]]], settings: BenchmarkSettings) -> Table:
-    table = Table(title=f"{settings.dtype}, greedy, {settings.max_new_tokens} new tokens; geometric means")
+    table = Table(
+        title=f"{settings.dtype}, greedy, {settings.max_new_tokens} new tokens; geometric means",
+        caption="τ: tokens per pass of the target",
+    )
     for name in ("dataset", "method"):
         table.add_column(name, no_wrap=True)
     for name in ("tok/s", "to plain", "τ", "identical", "beyond rounding"):
@@ -228,6 +236,16 @@ def _table(summary: dict[str, dict[str, dict[str, Any]]], settings: BenchmarkSet
         for method, numbers in methods.items():
             table.add_row(group, method, *_cells(numbers))
     return table
+
+
+def _differences(results: list[PromptResult]) -> list[str]:
+    """A line for each text that is not plain generation's: where they part, and the margin there."""
+    return [
+        f"{result.dataset} {result.index}, {method}: {measurement.verdict}"
+        for result in results
+        for method, measurement in result.measurements.items()
+        if not measurement.identical
+    ]
 
 
 def _cells(numbers: dict[str, Any]) -> list[str]:
@@ -254,6 +272,6 @@ def environment(pair: Pair, settings: PairSettings) -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cpu_count": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "target": settings.target or describe_demo_target(Path(str(pair.target.name_or_path))),
-        "drafter": settings.drafter or f"dspark_hf/drafters/{DRAFTER_FOLDER.name}",
+        "target": target_name(pair, settings),
+        "drafter": drafter_name(settings),
     }

@@ -27,7 +27,7 @@ class CheckSettings(PairSettings):
 
 @dataclass
 class VersionSettings:
-    """Print the versions that a report of a fault should name."""
+    """Print the versions to include in a bug report."""
 
 
 def _demo(settings: DemoSettings) -> int:
@@ -100,6 +100,12 @@ def _settings(parser: _Parser, command: str, arguments: dict[str, Any]) -> Any:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs `dspark-hf`. Returns the exit code: 1 for an error at work, 2 (by `SystemExit`) for a wrong argument."""
     parser = _parser()
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if not arguments:
+        parser.print_help()
+        return 2
+    if arguments[0] == "--version":
+        arguments = ["version"]
     parsed = vars(parser.parse_args(arguments))
     settings = _settings(parser, parsed["command"], parsed)
     try:

@@ -1,17 +1,20 @@
 """A target alone and with its drafter: open the pair, time one answer, judge two texts. Used by demo and benchmark."""
 
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from .demo_weights import DRAFTER_FOLDER, TARGET_ID, fetch_demo_target
+from .checkpoints import refuse_missing_folder
+from .demo_weights import DRAFTER_FOLDER, TARGET_ID, describe_demo_target, fetch_demo_target
 from .modeling_dspark import DSparkDrafter
 from .trace import TraceSummary
 
@@ -36,7 +39,7 @@ class PairSettings:
         default=None, metadata={"help": "drafter: hub id or folder; default: the one of this package"}
     )
     dtype: Literal["bfloat16", "float32"] = field(
-        default="bfloat16", metadata={"help": "dtype of both models; in float32 the two texts are equal"}
+        default="bfloat16", metadata={"help": "dtype of both models; greedy texts are equal in float32"}
     )
     device: str | None = field(default=None, metadata={"help": "default: the accelerator if there is one, else cpu"})
 
@@ -108,13 +111,52 @@ class Verdict:
 
 def load_pair(settings: PairSettings, report: Callable[[str], None] = print) -> Pair:
     """Opens the target, its tokenizer and the drafter; fetches the demo's target where no other one is named."""
-    source = settings.target or fetch_demo_target(report)
-    device = settings.device or _default_device()
+    device = _check_device(settings.device) if settings.device else _default_device()
+    # Both before anything is loaded: a misspelled drafter should not cost the loading of the target.
+    _check_source("--target", settings.target)
+    _check_source("--drafter", settings.drafter)
+    source: Any = settings.target or fetch_demo_target(report)
     dtype = getattr(torch, settings.dtype)
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=settings.gguf_file)
     target = AutoModelForCausalLM.from_pretrained(source, gguf_file=settings.gguf_file, dtype=dtype, device_map=device)
     drafter = DSparkDrafter.from_pretrained(settings.drafter or DRAFTER_FOLDER, dtype=dtype, device_map=device)
     return Pair(target.eval(), tokenizer, drafter.eval())
+
+
+def target_name(pair: Pair, settings: PairSettings) -> str:
+    """What the target is, without this machine's paths."""
+    return settings.target or describe_demo_target(Path(str(pair.target.name_or_path)))
+
+
+def drafter_name(settings: PairSettings) -> str:
+    """What the drafter is, without this machine's paths."""
+    return settings.drafter or f"dspark_hf/drafters/{DRAFTER_FOLDER.name}"
+
+
+def _check_source(option: str, source: str | None) -> None:
+    """Raises `OSError` for a folder that is not there, and for a drafter in the target's place."""
+    if source is None:
+        return
+    try:
+        refuse_missing_folder(source)
+    except OSError as error:
+        raise OSError(f"{option}: {error}") from error
+    config = Path(source) / "config.json"
+    if option == "--target" and config.is_file() and _is_drafter(json.loads(config.read_text(encoding="utf-8"))):
+        raise OSError(f"{option}: {source} holds a drafter. Pass it as --drafter, and the model it drafts for here.")
+
+
+def _is_drafter(config: dict[str, Any]) -> bool:
+    names = " ".join([str(config.get("model_type")), *map(str, config.get("architectures") or [])]).lower()
+    return "speculators_model_type" in config or "dspark" in names or "dflash" in names
+
+
+def _check_device(device: str) -> str:
+    """Raises `ValueError` for a device that this torch cannot use."""
+    available = {"cpu", _default_device()}
+    if torch.device(device).type not in available:
+        raise ValueError(f"--device is {device}, but this torch can use {' and '.join(sorted(available))} only")
+    return device
 
 
 def _default_device() -> str:

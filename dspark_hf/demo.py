@@ -12,10 +12,12 @@ from .comparison import (
     Pair,
     PairSettings,
     Verdict,
+    drafter_name,
     encode_prompt,
     geometric_mean,
     judge,
     load_pair,
+    target_name,
     timed_answer,
     warm_up,
 )
@@ -32,7 +34,7 @@ PROMPTS = {
 class DemoSettings(PairSettings):
     """Answer three prompts twice, plain and with the drafter, and compare speed and text."""
 
-    max_new_tokens: int = field(default=128, metadata={"help": "most tokens of an answer"})
+    max_new_tokens: int = field(default=128, metadata={"help": "maximum number of new tokens per answer"})
     prompt: list[str] | None = field(default=None, metadata={"help": "your own prompts instead of the three"})
     stream: bool = field(default=True, metadata={"help": "print the answers as they come"})
 
@@ -61,6 +63,7 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> bool:
     console = console or Console()
     pair = load_pair(settings, report=partial(console.print, style="dim", markup=False, highlight=False))
     prompts = PROMPTS if settings.prompt is None else {f"prompt {i}": p for i, p in enumerate(settings.prompt, 1)}
+    console.print(f"target {target_name(pair, settings)}, drafter {drafter_name(settings)}", style="dim")
     warm_up(pair, encode_prompt(pair, "Hello!"))
     comparisons = [_compare(pair, name, prompt, settings, console) for name, prompt in prompts.items()]
     console.print(_table(comparisons, settings))
@@ -89,6 +92,7 @@ def _answer(pair: Pair, inputs: BatchEncoding, with_drafter: bool, settings: Dem
 
 def _table(comparisons: list[Comparison], settings: DemoSettings) -> Table:
     table = Table(title=f"Plain and with the drafter, {settings.dtype}, greedy", show_footer=True)
+    table.caption = "τ: tokens per pass of the target"
     mean = f"× {geometric_mean([comparison.speed_ratio for comparison in comparisons]):.2f}"
     table.add_column("prompt", footer="geometric mean", no_wrap=True)
     for name, footer in (("tokens", ""), ("plain\ntok/s", ""), ("drafter\ntok/s", ""), ("speed", mean), ("τ", "")):

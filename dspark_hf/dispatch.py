@@ -34,7 +34,11 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Gives `generate` back as it was before `install`; leaves it alone where somebody wrapped it since."""
+    """Gives `generate` back as it was before `install`; leaves it alone where somebody wrapped it since.
+
+    From then on `assistant_model=drafter` fails in transformers, which does not know drafters, and
+    `custom_generate=SpeculativeDecoding(drafter)` is the way.
+    """
     original = _original_of(GenerationMixin.generate)
     if original is not None:
         GenerationMixin.generate = original  # type: ignore[method-assign]
@@ -56,7 +60,11 @@ def _dispatching(original: Callable) -> Callable:
         arguments = dict(signature.bind(self, *args, **kwargs).arguments)
         arguments.pop("self")
         arguments.update(arguments.pop("kwargs", {}))
-        if not _is_ours(arguments.get("assistant_model")) or _speculation_type(self, arguments) == "dflash":
+        drafter: Any = arguments.get("assistant_model")
+        if not _is_ours(drafter):
+            return original(self, *args, **kwargs)
+        if _speculation_type(self, arguments) == "dflash":
+            _refuse_what_the_native_path_ignores(drafter)
             return original(self, *args, **kwargs)
         return original(self, **_with_speculative_decoding(self, arguments))
 
@@ -78,6 +86,16 @@ def _is_ours(argument: object) -> bool:
 def _speculation_type(target: TargetModel, arguments: dict[str, Any]) -> str | None:
     # Versions before the native path do not have this setting.
     return _setting("speculation_type", arguments) or getattr(target.generation_config, "speculation_type", None)
+
+
+def _refuse_what_the_native_path_ignores(drafter: DSparkDrafter) -> None:
+    config = drafter.config
+    if config.sample_from_anchor or config.has_markov_head or config.enable_confidence_head or config.own_lm_head:
+        raise UnsupportedGenerationError(
+            "`speculation_type='dflash'` runs transformers' own drafting, which knows neither a prediction at the "
+            "anchor nor a Markov head, a confidence head or a head of the drafter's own: it would draft badly with "
+            "this drafter. Leave `speculation_type` out."
+        )
 
 
 def _with_speculative_decoding(target: TargetModel, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -417,7 +417,7 @@ def _unsupported_setting(config: GenerationConfig) -> str | None:
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         return (
             f"A DSpark drafter speeds up greedy search and sampling, not {mode.value.replace('_', ' ')}. "
-            "Leave out `assistant_model`, or set `num_beams=1` and the like."
+            "Leave out `assistant_model`, or the settings that ask for this mode."
         )
     if config.assistant_ensemble_weight is not None:
         return (
@@ -432,8 +432,9 @@ def _unsupported_setting(config: GenerationConfig) -> str | None:
 def _unsupported_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> str | None:
     if input_ids.shape[0] != 1:
         return (
-            f"A DSpark drafter serves one sequence a call for now, got {input_ids.shape[0]} (`num_return_sequences` "
-            "counts). Call `generate` for each prompt, or leave out `assistant_model` for batches."
+            f"A DSpark drafter supports one sequence per call so far, got {input_ids.shape[0]} "
+            "(`num_return_sequences` counts). Call `generate` for each prompt, or leave out `assistant_model` for "
+            "batches."
         )
     if model_kwargs.get("inputs_embeds") is not None:
         return "A DSpark drafter needs to know the tokens: pass `input_ids` instead of `inputs_embeds`."

@@ -60,8 +60,8 @@ def resolve_draft_length(
     tokens = _first_given(num_assistant_tokens, drafter_config.num_assistant_tokens, num_draft_tokens)
     if not _is_integer(tokens) or not 1 <= tokens <= num_draft_tokens:
         raise UnsupportedGenerationError(
-            f"`num_assistant_tokens` is {tokens!r}, but this drafter gives 1 to {num_draft_tokens} tokens a round "
-            "(an integer). Leave it out to use all of them."
+            f"`num_assistant_tokens` is {tokens!r}, but it must be an integer from 1 to {num_draft_tokens}, what a "
+            "block of this drafter gives. Leave it out to use all of them."
         )
     threshold = _first_given(confidence_threshold, drafter_config.assistant_confidence_threshold, 0.0)
     if not _is_probability(threshold):

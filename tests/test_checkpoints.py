@@ -775,8 +775,14 @@ class TestFiles:
             read_checkpoint(tmp_path)
 
     def test_no_such_folder(self, tmp_path):
-        with pytest.raises(OSError, match="Repo id must be in the form"):
+        with pytest.raises(OSError, match=r"nowhere is no folder on this machine. Check the path"):
             read_checkpoint(tmp_path / "nowhere")
+
+    @pytest.mark.parametrize("source", ["./drafters/mine", "../mine", "~/mine", "runs/dspark/best"])
+    def test_what_can_only_be_a_folder_is_not_looked_for_on_the_hub(self, source, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(OSError, match="is no folder on this machine"):
+            read_checkpoint(source)
 
     def test_config_that_is_no_json(self, tmp_path):
         (tmp_path / "config.json").write_text("{")

@@ -8,6 +8,7 @@ from dspark_hf import cli
 from dspark_hf.benchmark import BenchmarkSettings
 from dspark_hf.cli import main
 from dspark_hf.demo import DemoSettings
+from dspark_hf.demo_weights import DRAFTER_FOLDER
 from dspark_hf.errors import AlignmentError
 
 PAIR = SimpleNamespace(target="the target", drafter="the drafter", tokenizer=None)
@@ -41,9 +42,11 @@ def test_options_are_the_fields_of_the_settings(seen):
 
 def test_bench_options(seen, tmp_path):
     file = str(tmp_path / "out.json")
-    arguments = ["--num-prompts", "3", "--repeats", "2", "--threads", "1", "--prompts", "p.jsonl", "--json", file]
+    prompts = tmp_path / "p.jsonl"
+    prompts.touch()
+    arguments = ["--num-prompts", "3", "--repeats", "2", "--threads", "1", "--prompts", str(prompts), "--json", file]
     assert main(["bench", *arguments]) == 0
-    assert seen == [BenchmarkSettings(num_prompts=3, repeats=2, threads=1, prompts="p.jsonl", json=file)]
+    assert seen == [BenchmarkSettings(num_prompts=3, repeats=2, threads=1, prompts=str(prompts), json=file)]
 
 
 @pytest.mark.parametrize("command", [*cli.COMMANDS])
@@ -57,7 +60,7 @@ def test_every_command_has_help(command, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the following arguments are required: command"),
+        (["bench", "--prompts", "no.jsonl"], "--prompts is no.jsonl, which is no file"),
         (["sing"], "invalid choice: 'sing'"),
         (["demo", "--dtype", "int3"], "argument --dtype: invalid choice: 'int3'"),
         (["demo", "--max-new-tokens", "many"], "invalid int value: 'many'"),
@@ -131,3 +134,30 @@ def test_version_names_what_a_report_needs(capsys):
     assert main(["version"]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert names == ["dspark-hf", "transformers", "torch", "python"]
+
+
+def test_no_command_prints_the_help(capsys):
+    assert main([]) == 2
+    assert "usage: dspark-hf" in capsys.readouterr().out
+
+
+def test_version_as_an_option(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("dspark-hf ")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--target", "/no/such/folder"], "--target: /no/such/folder is no folder on this machine"),
+        (["--drafter", "./nowhere"], "--drafter: ./nowhere is no folder on this machine"),
+        (["--device", "xpu:7"], "--device is xpu:7, but this torch can use"),
+        (["--target", str(DRAFTER_FOLDER)], "holds a drafter. Pass it as --drafter"),
+    ],
+    ids=["target", "drafter", "device", "swapped"],
+)
+def test_a_slip_costs_no_loading(options, message, capsys):
+    assert main(["check", *options]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

@@ -13,7 +13,7 @@ from kit import PROMPT, continuation, drafter, inputs, knowing, target
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMixin
 
-from dspark_hf import SpeculativeDecoding, dispatch
+from dspark_hf import DSparkDrafter, SpeculativeDecoding, UnsupportedGenerationError, dispatch
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
 
@@ -40,6 +40,12 @@ def received(uninstalled: None, monkeypatch: pytest.MonkeyPatch) -> list[dict[st
     monkeypatch.setattr(GenerationMixin, "generate", original)
     dispatch.install()
     return calls
+
+
+def plain_dflash(**settings: Any) -> DSparkDrafter:
+    """A drafter that transformers' own path can run: no heads, and only mask positions predict."""
+    plain = {"sample_from_anchor": False, "markov_head_type": "none", "enable_confidence_head": False}
+    return drafter(**{**plain, **settings})
 
 
 class TestInstallation:
@@ -147,13 +153,27 @@ class TestOthers:
         config.speculation_type = "dflash"
         ids = inputs()["input_ids"]
         if where == "call":
-            target().generate(ids, assistant_model=drafter(), speculation_type="dflash")
+            target().generate(ids, assistant_model=plain_dflash(), speculation_type="dflash")
         elif where == "config":
-            target().generate(ids, generation_config=config, assistant_model=drafter())
+            target().generate(ids, generation_config=config, assistant_model=plain_dflash())
         else:
-            target().generate(ids, config, assistant_model=drafter())
-        assert received[0]["bound"]["assistant_model"] is drafter()
+            target().generate(ids, config, assistant_model=plain_dflash())
+        assert received[0]["bound"]["assistant_model"] is plain_dflash()
         assert "custom_generate" not in received[0]["bound"]
+
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"sample_from_anchor": True},
+            {"markov_head_type": "vanilla"},
+            {"enable_confidence_head": True},
+            {"own_lm_head": True},
+        ],
+        ids=lambda settings: next(iter(settings)),
+    )
+    def test_the_native_path_is_refused_where_it_would_draft_badly(self, settings: dict[str, Any]):
+        with pytest.raises(UnsupportedGenerationError, match="it would draft badly with this drafter"):
+            target().generate(**inputs(), assistant_model=plain_dflash(**settings), speculation_type="dflash")
 
     def test_errors_of_wrong_calls_stay(self, uninstalled: None):
         def message() -> str:

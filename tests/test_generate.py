@@ -66,12 +66,12 @@ def refusal(error: type[Exception], model: PreTrainedModel, assistant: DSparkDra
 
 
 TWO = torch.tensor([PROMPT, PROMPT])
-ONE_EACH = "A DSpark drafter serves one sequence a call for now, got {} (`num_return_sequences` counts). "
+ONE_EACH = "A DSpark drafter supports one sequence per call so far, got {} (`num_return_sequences` counts). "
 ONE_EACH += "Call `generate` for each prompt, or leave out `assistant_model` for batches."
 NO_MODE = "A DSpark drafter speeds up greedy search and sampling, not {}. "
-NO_MODE += "Leave out `assistant_model`, or set `num_beams=1` and the like."
+NO_MODE += "Leave out `assistant_model`, or the settings that ask for this mode."
 RIVAL = "`{}` and a DSpark drafter both propose tokens: leave one of them out."
-NUM_TOKENS = "`num_assistant_tokens` is {}, but this drafter gives 1 to 4 tokens a round"
+NUM_TOKENS = "`num_assistant_tokens` is {}, but it must be an integer from 1 to 4, what a block of this drafter gives."
 THRESHOLD = "`assistant_confidence_threshold` is {}, expected a probability from 0 (off) to 1."
 SCHEDULE = "`num_assistant_tokens_schedule` is 'heuristic', but a DSpark drafter follows 'constant' only."
 
@@ -628,7 +628,7 @@ class TestOtherWays:
         assert dict(vars(decoding)) == before
 
     def test_bad_settings_fail_when_they_are_given(self):
-        with pytest.raises(UnsupportedGenerationError, match="gives 1 to 4 tokens a round"):
+        with pytest.raises(UnsupportedGenerationError, match="must be an integer from 1 to 4"):
             SpeculativeDecoding(drafter(), num_assistant_tokens=5)
 
     @pytest.mark.parametrize("family", ["llama", "gemma3"])

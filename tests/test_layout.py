@@ -77,6 +77,7 @@ def test_the_file_map_of_the_readme_is_the_folder():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     named = set(re.findall(r"^\| `dspark_hf/([^`]+)`", readme, flags=re.MULTILINE))
     present = {path.name for path in PACKAGE.glob("*.py")}
+    present |= {path.name for path in PACKAGE.glob("*.jsonl")}
     present |= {f"{path.name}/" for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert named == present
 

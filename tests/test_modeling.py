@@ -357,7 +357,7 @@ class TestDraftLength:
 
     @pytest.mark.parametrize("num_tokens", [0, 5])
     def test_a_number_that_a_block_cannot_give_is_refused(self, num_tokens):
-        with pytest.raises(UnsupportedGenerationError, match="gives 1 to 4 tokens a round"):
+        with pytest.raises(UnsupportedGenerationError, match="must be an integer from 1 to 4"):
             new_target().generate(**inputs(), assistant_model=new_drafter(), num_assistant_tokens=num_tokens)
 
 

@@ -15,7 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from ..configuration_dspark import DSparkConfig
 from ..errors import CheckpointFieldError, IncompleteCheckpointError
 from . import deepspec, native, speculators, zlab
-from .files import read_config_dict, read_shapes
+from .files import read_config_dict, read_shapes, refuse_missing_folder
 from .refusals import refuse_unsupported, unknown_kind
 
 
@@ -81,6 +81,7 @@ def read_checkpoint(
         CheckpointFieldError: a field of its config is missing, contradictory or out of range.
     """
     source = str(pretrained_model_name_or_path)
+    refuse_missing_folder(source)
     hub_kwargs = {
         "subfolder": subfolder,
         "revision": revision,
@@ -135,4 +136,4 @@ def _build_config(source: str, settings: dict[str, Any]) -> DSparkConfig:
         raise CheckpointFieldError(source, "config.json", f"contradicts itself: {error}") from error
 
 
-__all__ = ["Checkpoint", "read_checkpoint"]
+__all__ = ["Checkpoint", "read_checkpoint", "refuse_missing_folder"]

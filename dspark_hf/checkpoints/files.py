@@ -12,6 +12,13 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 from .refusals import refuse_files
 
 
+def refuse_missing_folder(source: str) -> None:
+    """Raise `OSError` for what can only be meant as a folder and is none: the Hub would complain of its spelling."""
+    looks_local = os.path.isabs(source) or source.startswith((".", "~")) or source.count("/") > 1 or "\\" in source
+    if looks_local and not os.path.isdir(source):
+        raise OSError(f"{source} is no folder on this machine. Check the path (and write `~` out).")
+
+
 def read_config_dict(source: str, hub_kwargs: dict[str, Any]) -> dict[str, Any]:
     """The content of `config.json`, untouched by any config class.
 
