@@ -13,6 +13,10 @@ TargetModel = Any
 CACHE_NAME = "cache" if "cache" in GenerateDecoderOnlyOutput.__annotations__ else "past_key_values"
 
 
+# Until 5.24 a prefill in chunks starts over on a part-filled cache, and plain generation is wrong. Goes with < 5.24.
+CHUNKS_PART_FILLED_CACHE = CACHE_NAME == "cache"
+
+
 def get_cache(holder: Any) -> Any:
     """The `Cache` in a model's output or in its keyword arguments; `None` where there is none."""
     return holder.get(CACHE_NAME)

@@ -111,7 +111,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
         )
         self.max_length = max_length
         self.cache = DraftCache(config.num_hidden_layers)
-        self._device, self._dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
+        # Of a norm: quantization leaves norms alone, but not `fc`.
+        norm: Any = drafter.hidden_norm.weight
+        self._device, self._dtype = norm.device, norm.dtype
         self._processors: Any = LogitsProcessorList(
             p for p in logits_processor or () if type(p) in _STATELESS_PROCESSORS
         )

@@ -28,7 +28,14 @@ from transformers.generation.candidate_generator import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ._compat import TargetModel, generate_output, get_cache, is_croppable, stop_recording_past
+from ._compat import (
+    CHUNKS_PART_FILLED_CACHE,
+    TargetModel,
+    generate_output,
+    get_cache,
+    is_croppable,
+    stop_recording_past,
+)
 from .alignment import check_pair
 from .candidate_generator import Draft, DSparkCandidateGenerator
 from .errors import UnsupportedGenerationError
@@ -401,6 +408,11 @@ def _check_request(
         raise UnsupportedGenerationError(
             f"{type(model).__name__} got no key/value cache from `generate`, which verification needs. "
             "Leave out `assistant_model` for this model."
+        )
+    if config.prefill_chunk_size and not CHUNKS_PART_FILLED_CACHE and int(cache.get_seq_length()) > 0:
+        raise UnsupportedGenerationError(
+            "`prefill_chunk_size` together with a part-filled cache gives wrong text in this version of transformers, "
+            "with or without a drafter: leave one of them out, or update transformers."
         )
 
 

@@ -26,14 +26,15 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
-from .checkpoints import read_checkpoint
+from .checkpoints import read_checkpoint, read_config
 from .configuration_dspark import DSparkConfig
 from .draft_cache import DraftCache
 from .trace import Trace, recording
 
 # Arguments of `from_pretrained` that say where the files are, and not how to build the model.
 _HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
-_PUSH_ARGUMENTS = ("repo_id", "commit_message", "private", "token", "create_pr", "max_shard_size", "tags")
+_PUSH_ARGUMENTS = ["repo_id", "commit_message", "commit_description", "private", "token", "create_pr", "revision"]
+_PUSH_ARGUMENTS += ["max_shard_size", "tags"]
 # Arguments of `from_pretrained` that are named like a config field and mean the loading.
 _MODEL_ARGUMENTS = ("dtype", "quantization_config")
 # What a drafter says in `generation_config.json`.
@@ -424,7 +425,7 @@ class DSparkDrafter(PreTrainedModel):
             raise ValueError("`from_pretrained` needs a folder or repository; build an empty drafter with its class.")
         location = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
         kwargs.pop("code_revision", None)  # no code is ever taken from a repository
-        checkpoint = read_checkpoint(pretrained_model_name_or_path, **location)
+        checkpoint = read_checkpoint(pretrained_model_name_or_path, variant=kwargs.get("variant"), **location)
         config = _resolve_config(checkpoint.config, config, location, kwargs)
         with torch.device("meta"):
             expected = {name: list(tensor.shape) for name, tensor in cls(config).state_dict().items()}
@@ -435,15 +436,23 @@ class DSparkDrafter(PreTrainedModel):
         drafter.generation_config = _read_generation_config(pretrained_model_name_or_path, location)
         return loaded
 
-    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+    def save_pretrained(  # type: ignore[override]
+        self,
+        save_directory: str | os.PathLike,
+        is_main_process: bool = True,
+        state_dict: dict | None = None,
+        push_to_hub: bool = False,
+        **kwargs: Any,
+    ) -> None:
         """Writes our format: `config.json`, `generation_config.json` and safetensors.
 
         Takes the arguments of [`~transformers.PreTrainedModel.save_pretrained`].
         """
-        push_to_hub = kwargs.pop("push_to_hub", False)
-        super().save_pretrained(save_directory, *args, **kwargs)
-        if kwargs.get("is_main_process", True):
-            self.generation_config.save_pretrained(save_directory)
+        super().save_pretrained(save_directory, is_main_process=is_main_process, state_dict=state_dict, **kwargs)
+        if not is_main_process:
+            return
+        # Before any push, which `super` would do without this file.
+        self.generation_config.save_pretrained(save_directory)
         if push_to_hub:
             options = {name: kwargs[name] for name in _PUSH_ARGUMENTS if name in kwargs}
             repo_id = options.pop("repo_id", os.path.basename(os.path.normpath(save_directory)))
@@ -560,7 +569,12 @@ def _read_generation_config(source: str | os.PathLike, location: dict) -> Genera
     if path is None:
         return GenerationConfig()
     with open(path, encoding="utf-8") as file:
-        settings = json.load(file)
+        try:
+            settings = json.load(file)
+        except json.JSONDecodeError as error:
+            raise OSError(
+                f"{path} is not a valid JSON file ({error}). Mend it, or delete it: it is optional."
+            ) from error
     # A foreign checkpoint may carry its target's sampling settings, which are not the drafter's to say.
     return GenerationConfig(**{name: settings[name] for name in _DRAFTING_SETTINGS if settings.get(name) is not None})
 
@@ -570,12 +584,14 @@ def _resolve_config(
 ) -> DSparkConfig:
     """The checkpoint's config or the caller's, with the fields that `kwargs` names changed (and taken out of it)."""
     if isinstance(given, (str, os.PathLike)):
-        given = read_checkpoint(given, **location).config
+        given = read_config(given, found, **location)
     settings = (found if given is None else given).to_dict()
     changed = {name: kwargs.pop(name) for name in list(kwargs) if name in settings and name not in _MODEL_ARGUMENTS}
     if given is not None and not changed:
         return given
-    return DSparkConfig.from_dict({**settings, **changed})
+    config = DSparkConfig.from_dict({**settings, **changed})
+    config._attn_implementation = (found if given is None else given)._attn_implementation
+    return config
 
 
 __all__ = ["DSparkDrafter"]

@@ -49,8 +49,10 @@ class TargetTaps:
     def _hook(self, layers: nn.ModuleList, layer_id: int) -> RemovableHandle:
         if layer_id == -1:
 
-            def before(module: nn.Module, args: tuple, kwargs: dict) -> None:
-                self._receive(layer_id, args[0] if args else kwargs["hidden_states"])
+            def before(module: nn.Module, args: tuple, kwargs: dict | None = None) -> None:
+                # torch removes such a hook in two steps: in between, another thread's pass calls it without `kwargs`.
+                if kwargs is not None:
+                    self._receive(layer_id, args[0] if args else kwargs["hidden_states"])
 
             return layers[0].register_forward_pre_hook(before, with_kwargs=True)
 

@@ -13,8 +13,8 @@ class Round:
     Attributes:
         proposed: ids that the target verified, in order.
         accepted: how many of them stand in the output.
-        confidence: the drafter's survival probability for each position of its block, also those that it did not
-            send; `None` without a confidence head.
+        confidence: survival probability of each position that the drafter looked at, the one that ended the draft
+            included; `None` in a round without a draft, and without a confidence head.
         num_new_tokens: tokens that the round added: `accepted + 1`, less where a stop came first.
         draft_seconds, verify_seconds: wall time of drafting, and of the target's pass up to the commit.
     """

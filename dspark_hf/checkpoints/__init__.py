@@ -66,13 +66,14 @@ def read_checkpoint(
     local_files_only: bool = False,
     force_download: bool = False,
     proxies: dict[str, str] | None = None,
+    variant: str | None = None,
 ) -> Checkpoint:
     """Open a drafter of any supported format: our own, DeepSpec, z-lab DFlash, vLLM speculators.
 
     Args:
         pretrained_model_name_or_path: a local folder or a repository id on the Hub.
         subfolder: the folder inside it that holds `config.json`.
-        revision, token, cache_dir, local_files_only, force_download, proxies: as in
+        revision, token, cache_dir, local_files_only, force_download, proxies, variant: as in
             [`~transformers.PreTrainedModel.from_pretrained`].
 
     Raises:
@@ -91,14 +92,38 @@ def read_checkpoint(
         "force_download": force_download,
         "proxies": proxies,
     }
-    config_dict = read_config_dict(source, hub_kwargs)
-    checkpoint_format = _format_of(source, config_dict)
-    settings = checkpoint_format.translate(source, config_dict)
+    checkpoint_format, settings = _read_settings(source, hub_kwargs)
     # Only now, so that a drafter that is refused is not downloaded first.
-    tensors = read_shapes(source, hub_kwargs)
+    tensors = read_shapes(source, hub_kwargs, variant)
     config = _build_config(source, {**_owned_parts(checkpoint_format, tensors), **settings})
     ignored = frozenset(name for name in tensors if name.startswith(checkpoint_format.SPARE_TENSORS))
     return Checkpoint(source, config, tensors, ignored)
+
+
+def read_config(
+    pretrained_model_name_or_path: str | os.PathLike, checkpoint_config: DSparkConfig, **hub_kwargs: Any
+) -> DSparkConfig:
+    """The config of a folder or repository that need not hold weights.
+
+    Args:
+        checkpoint_config: config of the weights that it is for: says which parts they own.
+        hub_kwargs: as for [`read_checkpoint`].
+
+    Raises:
+        As [`read_checkpoint`].
+    """
+    source = str(pretrained_model_name_or_path)
+    refuse_missing_folder(source)
+    _, settings = _read_settings(source, {"subfolder": "", **hub_kwargs})
+    owned = {name: getattr(checkpoint_config, name) for name in ("own_embed_tokens", "own_lm_head")}
+    return _build_config(source, {**owned, **settings})
+
+
+def _read_settings(source: str, hub_kwargs: dict[str, Any]) -> tuple[ModuleType, dict[str, Any]]:
+    """The format of a `config.json` and what it says, in our terms."""
+    config_dict = read_config_dict(source, hub_kwargs)
+    checkpoint_format = _format_of(source, config_dict)
+    return checkpoint_format, checkpoint_format.translate(source, config_dict)
 
 
 def _format_of(source: str, config_dict: dict[str, Any]) -> ModuleType:
@@ -136,4 +161,4 @@ def _build_config(source: str, settings: dict[str, Any]) -> DSparkConfig:
         raise CheckpointFieldError(source, "config.json", f"contradicts itself: {error}") from error
 
 
-__all__ = ["Checkpoint", "read_checkpoint", "refuse_missing_folder"]
+__all__ = ["Checkpoint", "read_checkpoint", "read_config", "refuse_missing_folder"]

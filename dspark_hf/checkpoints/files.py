@@ -34,7 +34,7 @@ def read_config_dict(source: str, hub_kwargs: dict[str, Any]) -> dict[str, Any]:
     return config_dict
 
 
-def read_shapes(source: str, hub_kwargs: dict[str, Any]) -> dict[str, list[int]]:
+def read_shapes(source: str, hub_kwargs: dict[str, Any], variant: str | None = None) -> dict[str, list[int]]:
     """Shape of each stored tensor by name, from the safetensors headers alone.
 
     Raises:
@@ -42,21 +42,28 @@ def read_shapes(source: str, hub_kwargs: dict[str, Any]) -> dict[str, list[int]]
         UnsupportedCheckpointError: the weights are GGUF files or pickles.
     """
     shapes: dict[str, list[int]] = {}
-    for path in _weight_files(source, hub_kwargs):
+    for path in _weight_files(source, hub_kwargs, variant):
         shapes.update(_read_header(path))
     return shapes
 
 
-def _weight_files(source: str, hub_kwargs: dict[str, Any]) -> list[str]:
-    single = cached_file(source, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False, **hub_kwargs)
+def _weight_files(source: str, hub_kwargs: dict[str, Any], variant: str | None) -> list[str]:
+    weights, index_name = (_with_variant(name, variant) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
+    single = cached_file(source, weights, _raise_exceptions_for_missing_entries=False, **hub_kwargs)
     if single is not None:
         return [single]
-    index = cached_file(source, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False, **hub_kwargs)
+    index = cached_file(source, index_name, _raise_exceptions_for_missing_entries=False, **hub_kwargs)
     if index is None:
         refuse_files(source, _list_files(source, hub_kwargs))
         # The host raises here, and says in its own words what is missing.
-        return [str(cached_file(source, SAFE_WEIGHTS_NAME, **hub_kwargs))]
+        return [str(cached_file(source, weights, **hub_kwargs))]
     return [str(cached_file(source, shard, **hub_kwargs)) for shard in _shard_names(index)]
+
+
+def _with_variant(name: str, variant: str | None) -> str:
+    """`model.safetensors` to `model.fp16.safetensors`, and the index to `model.safetensors.index.fp16.json`."""
+    head, _, extension = name.rpartition(".")
+    return name if variant is None else f"{head}.{variant}.{extension}"
 
 
 def _shard_names(index_path: str) -> list[str]:
