@@ -141,10 +141,10 @@ class TestOthers:
         assert all(call["kwargs"][name] is value for name, value in kwargs.items())
 
     def test_same_positional_arguments(self, received: list[dict[str, Any]]):
-        ids, config, helper = inputs()["input_ids"], GenerationConfig(**GREEDY), assistant()
-        target().generate(ids, config, None, None, None, None, helper)
+        ids, config, other = inputs()["input_ids"], GenerationConfig(**GREEDY), assistant()
+        target().generate(ids, config, None, None, None, None, other)
         (call,) = received
-        assert all(a is b for a, b in zip(call["args"], (ids, config, None, None, None, None, helper), strict=True))
+        assert all(a is b for a, b in zip(call["args"], (ids, config, None, None, None, None, other), strict=True))
         assert call["kwargs"] == {}
 
     @pytest.mark.parametrize("where", ["call", "config", "positional config"])
