@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from .checkpoints import refuse_missing_folder
+from .checkpoints import names_a_drafter, refuse_missing_folder
 from .demo_weights import DRAFTER_FOLDER, TARGET_ID, describe_demo_target, fetch_demo_target
 from .modeling_dspark import DSparkDrafter
 from .trace import TraceSummary
@@ -142,13 +142,8 @@ def _check_source(option: str, source: str | None) -> None:
     except OSError as error:
         raise OSError(f"{option}: {error}") from error
     config = Path(source) / "config.json"
-    if option == "--target" and config.is_file() and _is_drafter(json.loads(config.read_text(encoding="utf-8"))):
+    if option == "--target" and config.is_file() and names_a_drafter(json.loads(config.read_text(encoding="utf-8"))):
         raise OSError(f"{option}: {source} holds a drafter. Pass it as --drafter, and the model it drafts for here.")
-
-
-def _is_drafter(config: dict[str, Any]) -> bool:
-    names = " ".join([str(config.get("model_type")), *map(str, config.get("architectures") or [])]).lower()
-    return "speculators_model_type" in config or "dspark" in names or "dflash" in names
 
 
 def _check_device(device: str) -> str:

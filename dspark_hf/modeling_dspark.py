@@ -533,7 +533,7 @@ class DSparkDrafter(PreTrainedModel):
     def base_logits(self, hidden_states: torch.Tensor, lm_head: nn.Module) -> torch.Tensor:
         """U: `[..., H]` backbone states to `[..., Vd]` logits, in the dtype of `lm_head`."""
         weight = getattr(lm_head, "weight", None)
-        if weight is not None and weight.is_floating_point() and weight.device.type != "meta":
+        if weight is not None and weight.is_floating_point() and not weight.is_meta:
             # A borrowed head may live on another device, in another dtype.
             hidden_states = hidden_states.to(weight.device, weight.dtype)
         logits = lm_head(hidden_states)

@@ -16,7 +16,7 @@ from ..configuration_dspark import DSparkConfig
 from ..errors import CheckpointFieldError, IncompleteCheckpointError
 from . import deepspec, native, speculators, zlab
 from .files import read_config_dict, read_shapes, refuse_missing_folder
-from .refusals import refuse_unsupported, unknown_kind
+from .refusals import names_a_drafter, refuse_unsupported, unknown_kind
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,6 @@ def read_checkpoint(
         CheckpointFieldError: a field of its config is missing, contradictory or out of range.
     """
     source = str(pretrained_model_name_or_path)
-    refuse_missing_folder(source)
     hub_kwargs = {
         "subfolder": subfolder,
         "revision": revision,
@@ -113,7 +112,6 @@ def read_config(
         As [`read_checkpoint`].
     """
     source = str(pretrained_model_name_or_path)
-    refuse_missing_folder(source)
     _, settings = _read_settings(source, {"subfolder": "", **hub_kwargs})
     owned = {name: getattr(checkpoint_config, name) for name in ("own_embed_tokens", "own_lm_head")}
     return _build_config(source, {**owned, **settings})
@@ -161,4 +159,4 @@ def _build_config(source: str, settings: dict[str, Any]) -> DSparkConfig:
         raise CheckpointFieldError(source, "config.json", f"contradicts itself: {error}") from error
 
 
-__all__ = ["Checkpoint", "read_checkpoint", "read_config", "refuse_missing_folder"]
+__all__ = ["Checkpoint", "names_a_drafter", "read_checkpoint", "read_config", "refuse_missing_folder"]

@@ -26,6 +26,7 @@ def read_config_dict(source: str, hub_kwargs: dict[str, Any]) -> dict[str, Any]:
         OSError: there is no such folder or repository, or it has no readable `config.json`.
         UnsupportedCheckpointError: there is no `config.json`, but GGUF files or pickles.
     """
+    refuse_missing_folder(source)
     config_dict, _ = PreTrainedConfig.get_config_dict(source, **hub_kwargs)
     if not config_dict:
         refuse_files(source, _list_files(source, hub_kwargs))

@@ -26,6 +26,12 @@ def refuse_unsupported(source: str, config_dict: dict[str, Any]) -> None:
             raise UnsupportedCheckpointError(source, *reason)
 
 
+def names_a_drafter(config_dict: dict[str, Any]) -> bool:
+    """Whether a config is a drafter's by its own account, of a supported kind or not."""
+    names = " ".join(_kind_names(config_dict)).lower()
+    return "speculators_model_type" in config_dict or "dspark" in names or "dflash" in names
+
+
 def unknown_kind(source: str, config_dict: dict[str, Any]) -> UnsupportedCheckpointError:
     """The refusal of a config that nothing here recognises."""
     architectures, model_type = config_dict.get("architectures"), config_dict.get("model_type")
