@@ -1,9 +1,10 @@
 """The drafting half of a round, and the state that it needs for one call of `generate`."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from .vocabulary import DraftVocabularyMap
 # Processors that depend on nothing but the ids and scores of the moment. Only these shape the draft distribution: a
 # processor with a memory (a grammar, a watermark) must see committed tokens only. Leaving one out costs acceptance,
 # never exactness, because the distribution that is verified against is the one that was drawn from.
-_STATELESS_PROCESSORS = tuple(
+STATELESS_PROCESSORS = tuple(
     getattr(logits_process, name)
     for name in (
         "EpsilonLogitsWarper",
@@ -45,26 +46,41 @@ _STATELESS_PROCESSORS = tuple(
     )
 )
 
+# Context that waits for the next draft: beyond this it is absorbed without one, so that a call that drafts no more
+# does not pile it up.
+_MOST_WAITING = 256
+
 
 @dataclass(frozen=True)
 class Draft:
-    """What one round proposes.
+    """What one round proposes for R rows.
 
     Attributes:
-        token_ids: `[B, n]`, ids of the target, n may be 0.
-        scores: `[B, n, V]` float32 processed scores that the tokens were drawn from, over the target's vocabulary;
-            `None` for a greedy draft (its distribution is one-hot).
-        confidence: survival probability of each position that was looked at, the one that ended the draft included;
-            `None` where nobody asked.
+        token_ids: `[R, n]`, ids of the target, n the longest draft of the round, which may be 0; short rows are padded.
+        lengths: draft tokens of each row; `None`: n for all.
+        scores: `[R, n, V]` float32 processed scores that the tokens were drawn from, over the target's vocabulary;
+            `None` for a draft without chance (its distribution is one-hot).
+        confidence: for each row the survival probability of each position that was looked at, the one that ended the
+            draft included; `None` where nobody asked.
+        has_overflown: a boolean scalar on the drafter's device: numbers overflowed. `None`: nothing was computed.
+        chain_seconds: wall time on the host of the sequential part (the Markov loop).
     """
 
     token_ids: torch.Tensor
     scores: torch.Tensor | None = None
-    confidence: list[float] | None = None
+    confidence: list[list[float]] | None = None
+    lengths: list[int] | None = None
+    has_overflown: torch.Tensor | None = None
+    chain_seconds: float = 0.0
 
     @property
     def length(self) -> int:
+        """Tokens of the longest row."""
         return self.token_ids.shape[1]
+
+    @property
+    def row_lengths(self) -> list[int]:
+        return [self.length] * self.token_ids.shape[0] if self.lengths is None else self.lengths
 
 
 class DSparkCandidateGenerator(CandidateGenerator):
@@ -80,11 +96,16 @@ class DSparkCandidateGenerator(CandidateGenerator):
         do_sample: draw the draft tokens; otherwise take the most likely ones.
         logits_processor: processors and warpers of the call; those without a memory shape the draft as well.
         draft_length: the policy; `None`: from `drafter.generation_config`.
+        num_rows: rows of the batch.
         prompt_mask: `[B, P]` attention mask of the prompt, 0 at padding; `None` without padding.
         num_cached: positions that the target's cache held before the call; the drafter never sees their states.
         max_length: longest total sequence, to draft nothing beyond it in transformers' loop.
         vocabulary_map: between the target's and the drafter's token ids where they differ.
         report_confidence: compute confidences even where no threshold needs them.
+
+    Attributes:
+        rows: indices, in the batch of the call, of the rows that are drafted for.
+        cache: the drafter's keys and values.
     """
 
     requires_model_outputs = False
@@ -97,6 +118,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         do_sample: bool = False,
         logits_processor: LogitsProcessorList | None = None,
         draft_length: DraftLength | None = None,
+        num_rows: int = 1,
         prompt_mask: torch.Tensor | None = None,
         num_cached: int = 0,
         max_length: int | None = None,
@@ -110,16 +132,15 @@ class DSparkCandidateGenerator(CandidateGenerator):
             drafter.generation_config, config.num_draft_tokens, drafter.confidence_head is not None
         )
         self.max_length = max_length
-        self.cache = DraftCache(config.num_hidden_layers)
+        self.rows = list(range(num_rows))
+        self.cache = DraftCache(config.num_hidden_layers, num_rows)
         # Of a norm: quantization leaves norms alone, but not `fc`.
         norm: Any = drafter.hidden_norm.weight
         self._device, self._dtype = norm.device, norm.dtype
         self._processors: Any = LogitsProcessorList(
-            p for p in logits_processor or () if type(p) in _STATELESS_PROCESSORS
+            p for p in logits_processor or () if type(p) in STATELESS_PROCESSORS
         )
-        self._prompt_mask = None if prompt_mask is None or bool((prompt_mask != 0).all()) else prompt_mask[:1].cpu()
-        self._num_absorbed = num_cached
-        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._context = _WaitingContext(prompt_mask, num_rows, num_cached, self._device, self._dtype)
         self._report_confidence = report_confidence and drafter.confidence_head is not None
         self._embed = _embedding_of(drafter, target)
         self._lm_head = drafter.lm_head if drafter.lm_head is not None else target.get_output_embeddings()
@@ -140,7 +161,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
     def close(self) -> None:
         """Takes the hooks off the target and lets go of every state."""
         self._taps.close()
-        self._waiting.clear()
+        self._context.clear()
         self.cache = DraftCache(self.drafter.config.num_hidden_layers)
 
     def listening(self, prefill: bool = False) -> AbstractContextManager[None]:
@@ -150,6 +171,11 @@ class DSparkCandidateGenerator(CandidateGenerator):
             prefill: every position is committed already: they go straight to the draft cache, chunk by chunk.
         """
         return self._taps.listening(sink=self._absorb_prefill if prefill else None)
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether it still proposes anything in this call."""
+        return not self._stepped_aside
 
     def get_candidates(  # type: ignore[override]
         self, input_ids: torch.Tensor, **kwargs: Any
@@ -164,198 +190,324 @@ class DSparkCandidateGenerator(CandidateGenerator):
         """
         if not self._taps.has_passes:
             return input_ids, None
-        self.commit(input_ids.shape[1] - 1 - self._num_absorbed)
+        self.commit(input_ids.shape[1] - 1 - self._context.num_absorbed)
         room = self.draft_length.num_assistant_tokens
         if self.max_length is not None:
             room = min(room, self.max_length - input_ids.shape[1] - 1)
-        draft = self.draft(input_ids, room)
+        draft = self.draft([input_ids], room)
+        self.check_overflow(draft)
         return torch.cat((input_ids, draft.token_ids), dim=-1), draft.scores
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
-        """Nothing to adapt: the policy is constant."""
+        """Nothing to adapt: in transformers' loop the policy is constant."""
 
-    def commit(self, num_positions: int) -> None:
-        """The first `num_positions` rows of the target's last pass are committed: they become context."""
-        rows = self._taps.take()
-        if num_positions:
-            features = rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
-            self._keep(features[:, :num_positions])
+    def commit(self, counts: int | list[int]) -> None:
+        """The first positions of the target's last pass are committed, of each row as many as `counts` says."""
+        passes = self._taps.take()
+        counts = [counts] * len(self.rows) if isinstance(counts, int) else counts
+        if any(counts):
+            features = passes[0] if len(passes) == 1 else torch.cat(passes, dim=1)
+            if self._context.is_in_prompt:
+                self._context.keep_prompt(features[:, : max(counts)])
+            else:
+                self._context.keep(features, counts)
+        if self._context.num_waiting >= _MOST_WAITING:
+            self._absorb()
+
+    def select(self, slots: list[int]) -> None:
+        """Goes on with some of the rows."""
+        self.rows = [self.rows[slot] for slot in slots]
+        self.cache.select(slots)
+        self._context.select(slots)
 
     @torch.no_grad()
-    def draft(self, input_ids: torch.Tensor, max_tokens: int) -> Draft:
-        """Proposes up to `max_tokens` tokens after the anchor `input_ids[:, -1]`.
+    def draft(self, prefixes: Sequence[torch.Tensor], limits: int | Sequence[int]) -> Draft:
+        """Proposes tokens after the anchor of each row.
 
         Args:
-            input_ids: `[1, L]`, every committed token; the states of all but the last one were committed.
-            max_tokens: room that is left, besides the policy.
+            prefixes: for each row `[1, L]`, every committed token, the anchor last; the states of all but the last
+                one were committed.
+            limits: most draft tokens, of each row or of all.
         """
-        nothing = Draft(input_ids.new_empty((input_ids.shape[0], 0)))
-        num_tokens = min(self.draft_length.num_assistant_tokens, max_tokens)
-        anchor = self._vocabulary.to_draft(input_ids[:, -1].to(self._device))
-        if num_tokens < 1 or self._stepped_aside or anchor is None:
-            return nothing
-        hidden_states = self._run_backbone(input_ids, anchor)
-        return self._draw_chain(hidden_states, anchor, input_ids, num_tokens)
+        prefixes = [prefix.view(1, -1) for prefix in prefixes]
+        most = self.draft_length.num_assistant_tokens
+        lengths = [min(most, n) for n in ([limits] * len(prefixes) if isinstance(limits, int) else limits)]
+        newest = torch.cat([prefix[:, -1] for prefix in prefixes])
+        if self._stepped_aside or max(lengths) < 1:
+            return nothing(newest)
+        anchors, known = self._vocabulary.to_draft(newest.to(self._device))
+        if known is not None:
+            lengths = [length if is_known else 0 for length, is_known in zip(lengths, known, strict=True)]
+            if max(lengths) < 1:
+                return nothing(newest)
+        hidden_states = self._run_backbone(newest, anchors)
+        started = perf_counter()
+        if self._device.type == "cpu" and not bool(torch.isfinite(hidden_states).all()):
+            return nothing(newest, has_overflown=torch.tensor(True))
+        return self._draw_chain(hidden_states, anchors, prefixes, [max(0, n) for n in lengths], started)
 
-    def _run_backbone(self, input_ids: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-        """One pass over waiting context and a full block: `[1, block_size, H]`. The block always has its full size,
+    def check_overflow(self, draft: Draft, has_overflown: bool | None = None) -> None:
+        """Steps aside for the rest of the call, with a warning, where the numbers of a draft overflowed.
+
+        What was drawn by then stays: it was drawn from a proper distribution, and to drop it because of what came
+        after would change the distribution of the output.
+
+        Args:
+            has_overflown: `draft.has_overflown`, where the caller has fetched it from the device.
+        """
+        if draft.has_overflown is None or self._stepped_aside:
+            return
+        if bool(draft.has_overflown) if has_overflown is None else has_overflown:
+            self._stepped_aside = True
+            warnings.warn(
+                f"The drafter's numbers overflow in {self._dtype}: it proposes nothing for the rest of this call, and "
+                "generation goes on without it. Load the drafter in bfloat16 or float32.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _run_backbone(self, newest: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
+        """One pass over waiting context and a full block: `[R, block_size, H]`. The block always has its full size,
         masks included: a shorter one would change every position's state."""
-        block_ids = torch.cat((self._block_anchor(input_ids, anchor)[:, None], self._mask_ids), dim=-1)
-        waiting = self._take_waiting()
-        start = self._num_real(self._num_absorbed)
-        block_positions = torch.arange(start, start + block_ids.shape[1], device=self._device)[None]
-        context = None
-        if waiting is not None:
-            context, positions = waiting
-            block_positions = torch.cat((positions, block_positions), dim=-1)
+        # A borrowed embedding is indexed by the target's ids, the drafter's own one by its own.
+        first = anchors if self.drafter.embed_tokens is not None else newest.to(self._device)
+        block_ids = torch.cat((first[:, None], self._mask_ids.expand(len(first), -1)), dim=-1)
+        context, counts, positions = self._expect(block_ids.shape[1])
         output = self.drafter(
             noise_embeds=self._embed(block_ids).to(self._device, self._dtype),
             context_hidden_states=context,
-            position_ids=block_positions,
+            position_ids=positions,
             cache=self.cache,
         )
-        self.cache.commit(0 if context is None else context.shape[1])
+        self.cache.commit(counts)
         return output.last_hidden_state
 
-    def _block_anchor(self, input_ids: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-        # A borrowed embedding is indexed by the target's ids, the drafter's own one by its own.
-        return anchor if self.drafter.embed_tokens is not None else input_ids[:, -1].to(self._device)
+    def _expect(self, num_block: int) -> tuple[torch.Tensor | None, list[int], torch.Tensor]:
+        """Prepares a pass over the waiting context and a block: the context `[R, T, m * Ht]`, how much of it is each
+        row's, and the positions of context and block, `[R, T + num_block]`."""
+        context, counts = self._context.take()
+        num_context = 0 if context is None else context.shape[1]
+        self.cache.expect(counts, num_context, num_block, self._device)
+        starts = [first + length for first, length in zip(self._context.offsets, self.cache.lengths, strict=True)]
+        steps = torch.arange(num_context + num_block, device=self._device)
+        positions = torch.tensor(starts, device=self._device)[:, None] + steps
+        if self.cache.key_lengths is not None:
+            # The block stands right behind the row's own context, whatever padding lies between.
+            padding = torch.tensor([num_context - count for count in counts], device=self._device)[:, None]
+            positions = positions - padding * (steps >= num_context)
+        return context, counts, positions
 
     def _draw_chain(
-        self, hidden_states: torch.Tensor, anchor: torch.Tensor, input_ids: torch.Tensor, num_tokens: int
+        self,
+        hidden_states: torch.Tensor,
+        anchors: torch.Tensor,
+        prefixes: list[torch.Tensor],
+        lengths: list[int],
+        started: float,
     ) -> Draft:
-        """Tokens left to right. What decides whether position k is drawn (its confidence) is known before x_k is."""
-        drafter, first = self.drafter, self.drafter.config.first_draft_slot
-        base = drafter.base_logits(hidden_states[:, first : first + num_tokens], self._lm_head).to(self._device)
+        """Tokens left to right, all rows at once. What decides whether position k of a row is drawn (its confidence)
+        is known before x_k is."""
+        drafter, first, device = self.drafter, self.drafter.config.first_draft_slot, prefixes[0].device
+        base = drafter.base_logits(hidden_states[:, first : first + max(lengths)], self._lm_head).to(self._device)
         base = base[..., : self._vocabulary.num_rows]
         state = None
         if drafter.markov_head is not None:
-            state = drafter.markov_head.initial_state(1)
+            state = drafter.markov_head.initial_state(len(anchors))
             for slot in range(first):
                 # Trained without a prediction at the anchor, the recurrence steps on that position all the same.
-                _, state = drafter.markov_head(anchor, hidden_states[:, slot], state)
-        previous, prefix = anchor, input_ids
+                _, state = drafter.markov_head(anchors, hidden_states[:, slot], state)
+        previous = anchors
         tokens: list[torch.Tensor] = []
         scores: list[Any] = []
-        confidences: list[float] = []
         peaks = [hidden_states.abs().amax().float()]
-        for k in range(num_tokens):
+        confidences: list[list[float]] = [[] for _ in lengths]
+        k = 0
+        while k < max(lengths):
             hidden = hidden_states[:, first + k]
             if self.draft_length.confidence_threshold > 0:
-                confidences.append(drafter.confidence(hidden[:, None], previous[:, None]).item())
-                if self.draft_length.ends_before(confidences[-1]):
+                survivals = drafter.confidence(hidden[:, None], previous[:, None])[:, 0].tolist()
+                self._cut(lengths, confidences, survivals, k)
+                if k >= max(lengths):
                     break
             logits = base[:, k]
             if drafter.markov_head is not None:
                 bias, state = drafter.markov_head(previous, hidden, state)
                 logits = logits + bias[..., : self._vocabulary.num_rows]
-            peaks.append(logits.amax().float())
-            choice = self._choose(logits, prefix)
-            if choice is None:
-                break
-            token, previous, drawn_from = choice
-            tokens.append(token)
-            scores.append(drawn_from)
+            scored, peak = self._score(logits, prefixes)
+            peaks.append(peak.amax().float())
+            if self._device.type == "cpu":
+                # Elsewhere a look at the numbers would cost a wait; there such a draft is verified, and falls.
+                for row, is_finite in enumerate(torch.isfinite(peak).tolist()):
+                    lengths[row] = lengths[row] if is_finite else min(lengths[row], k)
+                if k >= max(lengths):
+                    break
+            token, previous = self._choose(scored)
+            tokens.append(token.to(device))
+            scores.append(scored)
             if self._processors:
-                prefix = torch.cat((prefix, token[:, None]), dim=-1)
-        if not bool(torch.isfinite(torch.stack(peaks)).all()):
-            self._step_aside()
-            # A sampled draft has ended before the overflow. To drop what it drew by then, because of what came after,
-            # would change the distribution of the output.
-            tokens = tokens if self.do_sample else []
+                prefixes = [torch.cat((p, token[i : i + 1, None]), dim=-1) for i, p in enumerate(prefixes)]
+            k += 1
+        # -inf is the work of processors that forbid everything, and no overflow.
+        height = torch.stack(peaks)
+        has_overflown = ~(torch.isfinite(height) | torch.isneginf(height)).all()
         if not tokens:
-            return Draft(input_ids.new_empty((1, 0)), confidence=confidences or None)
+            return nothing(anchors.to(device), confidences, has_overflown)
         token_ids = torch.stack(tokens, dim=-1)
-        if self._report_confidence and not confidences:
-            confidences = self._all_confidences(hidden_states, anchor, token_ids)
+        if self._report_confidence and not any(confidences):
+            confidences = self._all_confidences(hidden_states, anchors, token_ids, lengths)
         return Draft(
-            token_ids.to(input_ids.device),
-            torch.stack(scores, dim=1).to(input_ids.device) if self.do_sample else None,
-            confidences or None,
+            token_ids.to(device),
+            torch.stack(scores, dim=1).to(device) if self.do_sample else None,
+            confidences if any(confidences) else None,
+            lengths,
+            has_overflown,
+            perf_counter() - started,
         )
 
-    def _choose(
-        self, logits: torch.Tensor, prefix: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
-        """`[1, Vd]` logits to the target's id, the drafter's id, and the scores drawn from; `None` if none is left."""
+    def _cut(self, lengths: list[int], confidences: list[list[float]], survivals: list[float], k: int) -> None:
+        """Ends at position k the drafts of those rows whose confidence there is too low."""
+        for row, survival in enumerate(survivals):
+            if lengths[row] > k:
+                confidences[row].append(survival)
+                if self.draft_length.ends_before(survival):
+                    lengths[row] = k
+
+    def _score(self, logits: torch.Tensor, prefixes: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[R, Vd]` logits to what the next tokens are chosen by, and the `[R]` highest of it, finite where all is well.
+
+        That is float32 scores over the target's vocabulary, `[R, V]`, where there is a chance or a processor; else the
+        logits as they are.
+        """
         if not self.do_sample and not self._processors:
-            row = self._vocabulary.mask(logits).argmax(dim=-1)
-            token, known = self._vocabulary.ids_of(row)
-            return token.to(prefix.device), known, None
+            return logits, self._vocabulary.mask(logits).amax(dim=-1)
         # Processors hold tensors on the device of `input_ids`.
-        scores = self._processors(prefix, self._vocabulary.scatter(logits.float()).to(prefix.device))
-        if self.do_sample:
-            probs = probabilities(scores)
-            if not bool(torch.isfinite(probs).all()):
-                return None
-            token = draw(probs)
-        else:
-            token = scores.argmax(dim=-1)
-            if not bool(torch.isfinite(scores[:, token]).all()):
-                return None
-        return token, self._vocabulary.known_to_draft(token.to(self._device)), scores if self.do_sample else None
+        scores = self._vocabulary.scatter(logits.float()).to(prefixes[0].device)
+        if self._processors:
+            scores = torch.cat([self._processors(p, scores[i : i + 1]) for i, p in enumerate(prefixes)])
+        peak = scores.amax(dim=-1)
+        # A row without a proper distribution is drawn evenly, so that it is known what it was drawn from.
+        return scores.masked_fill(~torch.isfinite(peak)[:, None], 0.0), peak.to(self._device)
+
+    def _choose(self, scored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The target's and the drafter's ids of the next tokens, `[R]` each."""
+        if not self.do_sample and not self._processors:
+            token, known = self._vocabulary.ids_of(self._vocabulary.mask(scored).argmax(dim=-1))
+            return token, known
+        token = draw(probabilities(scored)) if self.do_sample else scored.argmax(dim=-1)
+        return token, self._vocabulary.known_to_draft(token.to(self._device))
 
     def _all_confidences(
-        self, hidden_states: torch.Tensor, anchor: torch.Tensor, token_ids: torch.Tensor
-    ) -> list[float]:
+        self, hidden_states: torch.Tensor, anchors: torch.Tensor, token_ids: torch.Tensor, lengths: list[int]
+    ) -> list[list[float]]:
         drafted = self._vocabulary.known_to_draft(token_ids[:, :-1].to(self._device))
-        previous = torch.cat((anchor[:, None], drafted), dim=-1)
+        previous = torch.cat((anchors[:, None], drafted), dim=-1)
         first = self.drafter.config.first_draft_slot
         states = hidden_states[:, first : first + token_ids.shape[1]]
-        return self.drafter.confidence(states, previous)[0].tolist()
-
-    def _step_aside(self) -> None:
-        self._stepped_aside = True
-        warnings.warn(
-            f"The drafter's numbers overflow in {self._dtype}: it proposes nothing for the rest of this call, and "
-            "generation goes on without it. Load the drafter in bfloat16 or float32.",
-            UserWarning,
-            stacklevel=2,
-        )
-
-    # Context. Positions count real tokens only: padding never reaches the drafter.
+        survivals = self.drafter.confidence(states, previous).tolist()
+        return [row[:length] for row, length in zip(survivals, lengths, strict=True)]
 
     def _absorb_prefill(self, features: torch.Tensor) -> None:
-        self._keep(features)
-        waiting = self._take_waiting()
-        if waiting is not None:
-            self.drafter.append_context(*waiting, self.cache)
+        self._context.keep_prompt(features)
+        self._absorb()
 
-    def _keep(self, features: torch.Tensor) -> None:
-        """Takes `[1, T, m * Ht]` states of the T positions after those absorbed so far; drops padding."""
-        start, end = self._num_absorbed, self._num_absorbed + features.shape[1]
-        self._num_absorbed = end
-        real = self._real_positions(start, end)
-        if real is not None:
-            features = features[:, real]
-        if features.shape[1] == 0:
+    @torch.no_grad()
+    def _absorb(self) -> None:
+        """Moves the waiting context into the draft cache."""
+        context, counts, positions = self._expect(0)
+        if context is not None:
+            self.drafter.append_context(context, positions, self.cache)
+            if self.cache.key_lengths is not None:
+                self.cache.commit(counts)
+
+
+def nothing(
+    newest: torch.Tensor, confidence: list[list[float]] | None = None, has_overflown: torch.Tensor | None = None
+) -> Draft:
+    """A draft of no tokens for rows whose newest tokens are `[R]`."""
+    if confidence is not None and not any(confidence):
+        confidence = None
+    return Draft(newest.new_empty((len(newest), 0)), None, confidence, has_overflown=has_overflown)
+
+
+class _WaitingContext:
+    """States of committed positions that the draft cache lacks. Padding never gets here.
+
+    Attributes:
+        offsets: for each row, the position of the first state that the drafter ever saw: positions count real tokens.
+        num_absorbed: positions of the target's sequence so far, padding included.
+    """
+
+    def __init__(
+        self,
+        prompt_mask: torch.Tensor | None,
+        num_rows: int,
+        num_cached: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ):
+        is_padded = prompt_mask is not None and not bool((prompt_mask != 0).all())
+        self._real = (prompt_mask[:num_rows] != 0).to(device) if is_padded and prompt_mask is not None else None
+        self.num_absorbed = num_cached
+        self.offsets = [num_cached] * num_rows
+        if self._real is not None:
+            self.offsets = self._real[:, :num_cached].sum(dim=1).tolist()
+        self._device, self._dtype = device, dtype
+        self._parts: list[tuple[torch.Tensor, list[int]]] = []
+
+    @property
+    def num_waiting(self) -> int:
+        """Positions of the row with the most."""
+        return max((sum(counts) for counts in zip(*(counts for _, counts in self._parts), strict=True)), default=0)
+
+    @property
+    def is_in_prompt(self) -> bool:
+        """Whether padding may still come."""
+        return self._real is not None and self.num_absorbed < self._real.shape[1]
+
+    def clear(self) -> None:
+        self._parts.clear()
+
+    def keep_prompt(self, features: torch.Tensor) -> None:
+        """Takes `[B, T, m * Ht]` states of the next T positions of the prompts, and drops padding."""
+        start, end = self.num_absorbed, self.num_absorbed + features.shape[1]
+        if self._real is None or not self.is_in_prompt:
+            self.keep(features, [features.shape[1]] * features.shape[0])
             return
-        first = self._num_real(start)
-        positions = torch.arange(first, first + features.shape[1], device=self._device)[None]
-        self._waiting.append((features.to(self._device, self._dtype), positions))
+        real = self._real[:, start:end]
+        if real.shape[1] < features.shape[1]:
+            real = torch.nn.functional.pad(real, (0, features.shape[1] - real.shape[1]), value=True)
+        counts = real.sum(dim=1).tolist()
+        if max(counts) > 0:
+            # The real positions of each row first, in their order.
+            order = (~real).long().sort(dim=1, stable=True).indices[:, : max(counts)]
+            features = features.gather(1, order.to(features.device)[:, :, None].expand(-1, -1, features.shape[2]))
+            self._parts.append((features.to(self._device, self._dtype), counts))
+        self.num_absorbed = end
 
-    def _take_waiting(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """States and positions of the context that the draft cache lacks, side by side."""
-        waiting, self._waiting = self._waiting, []
-        if len(waiting) <= 1:
-            return waiting[0] if waiting else None
-        features, positions = zip(*waiting, strict=True)
-        return torch.cat(features, dim=1), torch.cat(positions, dim=1)
+    def keep(self, features: torch.Tensor, counts: list[int]) -> None:
+        """Takes the first positions of `[R, T, m * Ht]` states, of each row as many as `counts` says."""
+        self._parts.append((features[:, : max(counts)].to(self._device, self._dtype), counts))
+        self.num_absorbed += max(counts)
 
-    def _num_real(self, position: int) -> int:
-        """Real tokens before a position of the target's sequence."""
-        if self._prompt_mask is None:
-            return position
-        return position - int((self._prompt_mask[0, :position] == 0).sum())
+    def take(self) -> tuple[torch.Tensor | None, list[int]]:
+        """All states that wait, `[R, T, m * Ht]`, and how many are each row's, padding behind."""
+        parts, self._parts = self._parts, []
+        if not parts:
+            return None, [0] * len(self.offsets)
+        if len(parts) == 1:
+            return parts[0]
+        counts = [sum(of_row) for of_row in zip(*(counts for _, counts in parts), strict=True)]
+        rows = [
+            torch.cat([features[row, : of_rows[row]] for features, of_rows in parts]) for row in range(len(counts))
+        ]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), counts
 
-    def _real_positions(self, start: int, end: int) -> torch.Tensor | None:
-        """Indices, from `start`, of the positions that are not padding; `None` where all are real."""
-        if self._prompt_mask is None or start >= self._prompt_mask.shape[1]:
-            return None
-        mask = torch.ones(end - start, dtype=torch.bool)
-        known = self._prompt_mask[0, start:end] != 0
-        mask[: known.shape[0]] = known
-        return mask.nonzero().squeeze(-1).to(self._device)
+    def select(self, slots: list[int]) -> None:
+        self.offsets = [self.offsets[slot] for slot in slots]
+        self._parts = [
+            (features[torch.tensor(slots, device=features.device)], [counts[slot] for slot in slots])
+            for features, counts in self._parts
+        ]
 
 
 class _DraftVocabulary:
@@ -384,12 +536,14 @@ class _DraftVocabulary:
         self._is_plain = self._usable is None and self.num_rows == self._target_size and torch.equal(target_ids, rows)
         self._draft_ids, self._target_ids = draft_ids, target_ids
 
-    def to_draft(self, target_ids: torch.Tensor) -> torch.Tensor | None:
-        """The drafter's ids of committed tokens, `[1]`; `None` where it does not know one."""
+    def to_draft(self, target_ids: torch.Tensor) -> tuple[torch.Tensor, list[bool] | None]:
+        """The drafter's ids of committed tokens, `[R]`, and which of them it knows; `None`: all. It reads 0 for the
+        others."""
         ids = target_ids if self._map is None else self._map.to_draft(target_ids)
         if self._map is None and self._readable >= self._target_size:
-            return ids
-        return ids if bool(((ids >= 0) & (ids < self._readable)).all()) else None
+            return ids, None
+        is_known = (ids >= 0) & (ids < self._readable)
+        return ids.masked_fill(~is_known, 0), is_known.tolist()
 
     def known_to_draft(self, target_ids: torch.Tensor) -> torch.Tensor:
         """The drafter's ids of tokens that it proposed itself."""
@@ -403,7 +557,7 @@ class _DraftVocabulary:
         return (rows, rows) if self._is_plain else (self._target_ids[rows], self._draft_ids[rows])
 
     def scatter(self, logits: torch.Tensor) -> torch.Tensor:
-        """`[1, Vd]` logits to `[1, V]` over the target's vocabulary, -inf where the drafter has no row."""
+        """`[R, Vd]` logits to `[R, V]` over the target's vocabulary, -inf where the drafter has no row."""
         if self._is_plain:
             return logits
         scores = logits.new_full((logits.shape[0], self._target_size), float("-inf"))

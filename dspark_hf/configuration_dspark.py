@@ -42,6 +42,8 @@ class DSparkConfig(PreTrainedConfig):
             position (z-lab) or, for the whole block, from the anchor (speculators).
         sliding_block_causal (`bool`): whether block positions of a sliding layer see only earlier block positions.
             Full layers always see the whole block, in both directions.
+        context_window (`int`, *optional*): context positions that any layer sees at most, the newest ones. A drafter
+            that was trained on short sequences keeps its acceptance, and its cost, at any depth. `None`: all.
 
     Drafting:
         block_size (`int`): positions of a block, the anchor included.
@@ -101,6 +103,7 @@ class DSparkConfig(PreTrainedConfig):
     sliding_window: int = None  # type: ignore[assignment]
     sliding_window_origin: str = "anchor"
     sliding_block_causal: bool = True
+    context_window: int | None = None
 
     block_size: int = 7
     mask_token_id: int = None  # type: ignore[assignment]
@@ -262,6 +265,8 @@ class DSparkConfig(PreTrainedConfig):
                 f"`sliding_window_origin` must be one of {', '.join(WINDOW_ORIGINS)}, "
                 f"got {self.sliding_window_origin!r}."
             )
+        if self.context_window is not None and (not isinstance(self.context_window, int) or self.context_window < 1):
+            raise ValueError(f"`context_window` must be a positive integer or None, got {self.context_window!r}.")
 
 
 __all__ = ["DSparkConfig"]

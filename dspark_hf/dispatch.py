@@ -106,11 +106,13 @@ def _with_speculative_decoding(target: TargetModel, arguments: dict[str, Any]) -
     vocabulary_map = _vocabulary_map(target, drafter, arguments)
     check_pair(target, drafter, vocabulary_map=vocabulary_map).raise_if_blocked()
     _move_stop_strings(target, arguments)
+    lookup = _take_lookup(arguments)
     arguments["custom_generate"] = SpeculativeDecoding(
         drafter,
         num_assistant_tokens=_setting("num_assistant_tokens", arguments),
         assistant_confidence_threshold=_setting("assistant_confidence_threshold", arguments),
         num_assistant_tokens_schedule=_setting("num_assistant_tokens_schedule", arguments),
+        prompt_lookup_num_tokens=lookup,
         streamer=arguments.get("streamer"),
         synced_gpus=_synced_gpus(target, arguments.get("synced_gpus")),
         vocabulary_map=vocabulary_map,
@@ -162,6 +164,17 @@ def _move_stop_strings(target: TargetModel, arguments: dict[str, Any]) -> None:
         arguments["generation_config"].stop_strings = None
     else:
         arguments["stop_strings"] = None
+
+
+def _take_lookup(arguments: dict[str, Any]) -> int | None:
+    """`prompt_lookup_num_tokens`, which alone would start transformers' own prompt lookup: here both work together."""
+    config = arguments.get("generation_config")
+    lookup = arguments.pop("prompt_lookup_num_tokens", None)
+    if getattr(config, "prompt_lookup_num_tokens", None) is not None:
+        lookup = config.prompt_lookup_num_tokens if lookup is None else lookup
+        arguments["generation_config"] = copy.deepcopy(config)
+        arguments["generation_config"].prompt_lookup_num_tokens = None
+    return lookup
 
 
 def _synced_gpus(target: TargetModel, requested: bool | None) -> bool:

@@ -1,4 +1,4 @@
-"""The drafter's key/value cache: the committed context, and nothing else that lasts."""
+"""The drafter's key/value cache: the committed context of each row, and nothing else that lasts."""
 
 import torch
 
@@ -8,45 +8,118 @@ class DraftCache:
 
     A forward pass writes the new context positions and the block behind what is committed; `commit` then moves the
     end of the committed part past the new context. The block stays behind that end and is overwritten by the next
-    round, so that a rollback costs nothing and no block key can persist.
+    round, so that a rollback costs nothing and no block key can persist. Rows may have different lengths; padding is
+    never stored, so that column j of a row is its j-th context position.
 
     Args:
         num_layers: draft layers.
+        num_rows: rows of the batch.
 
     Attributes:
-        length: committed context positions.
+        lengths: committed context positions of each row.
     """
 
-    def __init__(self, num_layers: int):
-        self.length = 0
+    def __init__(self, num_layers: int, num_rows: int = 1):
+        self.lengths = [0] * num_rows
         self._keys: list[torch.Tensor | None] = [None] * num_layers
         self._values: list[torch.Tensor | None] = [None] * num_layers
+        self._place: _Place | None = None
+
+    @property
+    def length(self) -> int:
+        """Committed context positions of the longest row."""
+        return max(self.lengths)
+
+    def expect(self, counts: list[int], num_context: int, num_block: int, device: torch.device) -> None:
+        """Says what the next pass writes, where rows differ in it; without a word, as much for each of even rows.
+
+        Args:
+            counts: new context positions of each row; the rest of `num_context` is padding at the end.
+            num_context: context positions of the pass.
+            num_block: block positions of the pass.
+            device: of the keys.
+        """
+        ends = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        if len(set(self.lengths)) == 1 and counts == [num_context] * len(counts):
+            self._place = None
+        else:
+            self._place = _Place(self.lengths, counts, ends, num_context, num_block, device)
+
+    @property
+    def key_lengths(self) -> torch.Tensor | None:
+        """`[B]`, keys of each row in the expected pass, block included; `None` where all rows have all of them."""
+        return None if self._place is None else self._place.key_lengths
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes `[B, kv_heads, new, head_dim]` behind the committed context; returns committed and new, as views."""
-        end = self.length + key_states.shape[-2]
-        keys = _with_room(self._keys[layer_idx], key_states, end, self.length)
-        values = _with_room(self._values[layer_idx], value_states, end, self.length)
-        keys[:, :, self.length : end] = key_states
-        values[:, :, self.length : end] = value_states
+        place = self._place
+        num_kept, num_new = self.length, key_states.shape[-2]
+        # One more column for the padding of uneven rows.
+        needed = num_kept + num_new if place is None else place.end + 1
+        keys = _with_room(self._keys[layer_idx], key_states, needed, num_kept)
+        values = _with_room(self._values[layer_idx], value_states, needed, num_kept)
         self._keys[layer_idx], self._values[layer_idx] = keys, values
+        if place is None:
+            end = num_kept + num_new
+            keys[:, :, num_kept:end] = key_states
+            values[:, :, num_kept:end] = value_states
+        else:
+            end = place.end
+            keys.transpose(1, 2)[place.index] = key_states.transpose(1, 2)
+            values.transpose(1, 2)[place.index] = value_states.transpose(1, 2)
         return keys[:, :, :end], values[:, :, :end]
 
-    def commit(self, num_positions: int) -> None:
-        """Keeps the first `num_positions` of what the last pass wrote: they are context from now on."""
-        self.length += num_positions
+    def commit(self, counts: int | list[int]) -> None:
+        """Keeps the first positions of what the last pass wrote (one number: for all rows): they are context now."""
+        if isinstance(counts, int):
+            counts = [counts] * len(self.lengths)
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        self._place = None
+
+    def select(self, slots: list[int]) -> None:
+        """Keeps some of the rows."""
+        self.lengths = [self.lengths[slot] for slot in slots]
+        for buffers in (self._keys, self._values):
+            for layer_idx, states in enumerate(buffers):
+                if states is not None:
+                    buffers[layer_idx] = states[torch.tensor(slots, device=states.device)]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length
 
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Committed keys and values of a layer, each `[batch, kv_heads, length, head_dim]`."""
+        """Keys and values of a layer, each `[batch, kv_heads, length, head_dim]`; short rows end earlier."""
         keys, values = self._keys[layer_idx], self._values[layer_idx]
         if keys is None or values is None:
             raise IndexError(f"Layer {layer_idx} of this cache has not seen a forward pass yet.")
         return keys[:, :, : self.length], values[:, :, : self.length]
+
+
+class _Place:
+    """Where an uneven pass writes: context behind each row's end, its block right behind that.
+
+    The padding of the context goes to one column behind everything, where nobody looks.
+    """
+
+    def __init__(
+        self,
+        lengths: list[int],
+        counts: list[int],
+        ends: list[int],
+        num_context: int,
+        num_block: int,
+        device: torch.device,
+    ):
+        self.end = max(ends) + num_block
+        self.key_lengths = torch.tensor(ends, device=device) + num_block
+        context = torch.arange(num_context, device=device)
+        columns = torch.tensor(lengths, device=device)[:, None] + context
+        columns = columns.masked_fill(context >= torch.tensor(counts, device=device)[:, None], self.end)
+        block = torch.tensor(ends, device=device)[:, None] + torch.arange(num_block, device=device)
+        rows = torch.arange(len(lengths), device=device)[:, None]
+        self.index = (rows, torch.cat((columns, block), dim=1))
 
 
 def _with_room(buffer: torch.Tensor | None, states: torch.Tensor, end: int, kept: int) -> torch.Tensor:
@@ -54,7 +127,8 @@ def _with_room(buffer: torch.Tensor | None, states: torch.Tensor, end: int, kept
     if buffer is not None and buffer.shape[-2] >= end:
         return buffer
     batch, heads, _, head_dim = states.shape
-    grown = states.new_empty((batch, heads, max(64, 2 * end), head_dim))
+    # Zeros: what is masked must be finite.
+    grown = states.new_zeros((batch, heads, max(64, 2 * end), head_dim))
     if buffer is not None:
         grown[:, :, :kept] = buffer[:, :, :kept]
     return grown

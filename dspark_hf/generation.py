@@ -1,47 +1,36 @@
 """The decoding loop: prefill, then draft, verify, commit until something stops it.
 
-transformers' own assisted loop runs past stop strings and custom stopping criteria that are met inside a block, shows
-processors prefixes that plain generation never sees, and mistakes a part-filled cache. This loop commits token by
-token instead: every committed token passes the processors and the stopping criteria exactly once, in order, with
-exactly the prefix that plain generation would show them, and nothing is committed after a stop.
+transformers' own assisted loop takes one row, runs past stop strings and custom stopping criteria that are met inside
+a block, shows processors prefixes that plain generation never sees, and mistakes a part-filled cache. This loop takes
+any batch and commits token by token: every committed token passes the processors and the stopping criteria exactly
+once, in order, with exactly the prefix that plain generation would show them, and nothing is committed after a stop.
 """
 
 import warnings
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    StoppingCriteriaList,
-)
-from transformers.generation import GenerationMode
-from transformers.generation.candidate_generator import (
-    _prepare_attention_mask,
-    _prepare_position_ids,
-    _prepare_token_type_ids,
-)
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ._compat import (
-    CHUNKS_PART_FILLED_CACHE,
-    TargetModel,
-    generate_output,
-    get_cache,
-    is_croppable,
-    stop_recording_past,
-)
+from ._compat import TargetModel, get_cache
 from .alignment import check_pair
-from .candidate_generator import Draft, DSparkCandidateGenerator
-from .errors import UnsupportedGenerationError
+from .candidate_generator import Draft, DSparkCandidateGenerator, nothing
+from .committing import Committer
+from .costs import CostTable
+from .lookup import ContextLookup
 from .modeling_dspark import DSparkDrafter
-from .sampling import draw, is_accepted, probabilities, residual
-from .scheduling import DraftLength, resolve_draft_length
+from .requests import cannot_crop, check_request
+from .sampling import one_hot_scores
+from .scheduling import DraftLength, Plan, RowOutcome, RowState, Schedule, new_schedule, resolve_draft_length
+from .sequences import Sequences
+from .target_inputs import TargetInputs
+from .target_rows import BufferedRows, CroppedRows, can_roll_back, open_rows
 from .target_taps import skips_prompt_positions
 from .trace import Round, Trace, active_traces
 from .vocabulary import DraftVocabularyMap
@@ -61,7 +50,10 @@ class SpeculativeDecoding:
         drafter: the drafter.
         num_assistant_tokens: draft tokens of a round at most; `None`: `drafter.generation_config`, else the most.
         assistant_confidence_threshold: confidence that ends a draft; `None`: `drafter.generation_config`, else off.
-        num_assistant_tokens_schedule: `None`: `drafter.generation_config`, else `"constant"`, the only one.
+        num_assistant_tokens_schedule: `"auto"` (measures and chooses, and decodes plainly where that is faster) or
+            `"constant"`; `None`: `drafter.generation_config`, else `"auto"`.
+        prompt_lookup_num_tokens: tokens that may be copied from the context in place of a draft; 0: none; `None`: the
+            schedule's own default.
         streamer: receives every new token, as in `generate`.
         synced_gpus: keep passing through the target until every process has finished, as in `generate`.
         vocabulary_map: between the ids of the target's and the drafter's tokenizer, where they differ.
@@ -71,6 +63,8 @@ class SpeculativeDecoding:
         AlignmentError: raised by the call, before any work, where drafter and target do not fit.
     """
 
+    generator_class = DSparkCandidateGenerator
+
     def __init__(
         self,
         drafter: DSparkDrafter,
@@ -78,6 +72,7 @@ class SpeculativeDecoding:
         num_assistant_tokens: int | None = None,
         assistant_confidence_threshold: float | None = None,
         num_assistant_tokens_schedule: str | None = None,
+        prompt_lookup_num_tokens: int | None = None,
         streamer: BaseStreamer | None = None,
         synced_gpus: bool = False,
         vocabulary_map: DraftVocabularyMap | None = None,
@@ -93,6 +88,7 @@ class SpeculativeDecoding:
             num_assistant_tokens,
             assistant_confidence_threshold,
             num_assistant_tokens_schedule,
+            prompt_lookup_num_tokens,
         )
 
     def __call__(
@@ -107,19 +103,19 @@ class SpeculativeDecoding:
         """The decoding loop, called by `generate` with everything prepared. Returns what plain decoding returns."""
         pair = check_pair(model, self.drafter, vocabulary_map=self.vocabulary_map)
         pair.raise_if_blocked()
-        _check_request(model, input_ids, generation_config, model_kwargs)
+        check_request(model, input_ids, generation_config, model_kwargs)
         for finding in pair.warnings:
             warnings.warn(str(finding), UserWarning, stacklevel=2)
         traces = active_traces(self.drafter)
-        cache = get_cache(model_kwargs)
-        generator = DSparkCandidateGenerator(
+        generator = self.generator_class(
             self.drafter,
             model,
             do_sample=generation_config.do_sample,
             logits_processor=logits_processor,
             draft_length=self.draft_length,
+            num_rows=input_ids.shape[0],
             prompt_mask=model_kwargs.get("attention_mask"),
-            num_cached=int(cache.get_seq_length()),
+            num_cached=int(get_cache(model_kwargs).get_seq_length()),
             vocabulary_map=self.vocabulary_map,
             report_confidence=bool(traces),
         )
@@ -127,252 +123,246 @@ class SpeculativeDecoding:
             decoding = _Decoding(
                 model=model,
                 generator=generator,
-                streamer=self.streamer,
+                schedule=new_schedule(self.draft_length, _cost_table(model, self.drafter)),
+                committer=Committer(
+                    generation_config, logits_processor, stopping_criteria, input_ids, streamer=self.streamer
+                ),
                 config=generation_config,
-                logits_processor=logits_processor,
-                stopping_criteria=stopping_criteria,
-                input_ids=input_ids,
                 model_kwargs=model_kwargs,
+                traces=traces,
+                lookup_tokens=self.draft_length.lookup_tokens,
             )
-            return decoding.run(self.synced_gpus, traces)
+            return decoding.run(self.synced_gpus)
 
 
-@dataclass
-class _Outputs:
-    """One entry per new token, as plain generation returns them; `None` where not asked for."""
-
-    scores: tuple | None
-    logits: tuple | None
-    attentions: tuple | None
-    hidden_states: tuple | None
-
-
-@dataclass
 class _Decoding:
     """The state of one call."""
 
-    model: TargetModel
-    generator: DSparkCandidateGenerator
-    streamer: BaseStreamer | None
-    config: GenerationConfig
-    logits_processor: Any
-    stopping_criteria: StoppingCriteriaList
-    input_ids: torch.Tensor
-    model_kwargs: dict[str, Any]
-    cache: Any = None
-    num_cached: int = 0
-    finished: bool = False
+    def __init__(
+        self,
+        model: TargetModel,
+        generator: DSparkCandidateGenerator,
+        schedule: Schedule,
+        committer: Committer,
+        config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        traces: list[Trace],
+        lookup_tokens: int,
+    ):
+        self.model = model
+        self.generator = generator
+        self.schedule = schedule
+        self.committer = committer
+        self.config = config
+        self.traces = traces
+        self.inputs = TargetInputs(model, model_kwargs)
+        self.rows: BufferedRows | CroppedRows | None = None
+        self.clock = _Clock(model.device, bool(traces))
+        self._has_warned = False
+        self.lookups: list[ContextLookup] = []
+        self._lookup_tokens = lookup_tokens
+        if lookup_tokens:
+            self.lookups = [ContextLookup(ids) for ids in self._real_prompts(model_kwargs.get("attention_mask"))]
 
-    def __post_init__(self) -> None:
-        def empty(is_wanted: bool | None) -> tuple | None:
-            return () if self.config.return_dict_in_generate and is_wanted else None
+    @property
+    def sequences(self) -> Sequences:
+        return self.committer.sequences
 
-        self.outputs = _Outputs(
-            scores=empty(self.config.output_scores),
-            logits=empty(self.config.output_logits),
-            attentions=empty(self.config.output_attentions),
-            hidden_states=empty(self.config.output_hidden_states),
-        )
-
-    def run(self, synced_gpus: bool, traces: list[Trace]) -> GenerateDecoderOnlyOutput | torch.Tensor:
-        clock = _Clock(self.model.device if traces else None)
-        started, prompt_length = clock.now(), self.input_ids.shape[1]
+    def run(self, synced_gpus: bool) -> GenerateDecoderOnlyOutput | torch.Tensor:
+        started, prompt_length = self.clock.now(), self.sequences.prompt_length
         try:
             self.prefill()
-            prefilled = clock.now()
-            for trace in traces:
+            prefilled = self.clock.now()
+            for trace in self.traces:
                 trace.prefill_seconds += prefilled - started
-            self._decode(synced_gpus, traces, clock)
+            with self.model._optimize_model_for_decode():
+                while self._goes_on(synced_gpus):
+                    if self.committer.active:
+                        self.round()
+                    else:
+                        self._keep_peers_company()
         finally:
-            self._leave_cache_clean()
-            for trace in traces:
-                trace.seconds += clock.now() - started
-                trace.num_new_tokens += self.input_ids.shape[1] - prompt_length
-        if self.streamer is not None:
-            self.streamer.end()
-        return self._result()
+            if self.rows is not None:
+                cache = get_cache(self.inputs.model_kwargs)
+                is_visible = self.config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
+                self.rows.restore(bool(is_visible))
+            for trace in self.traces:
+                trace.seconds += self.clock.now() - started
+                trace.num_new_tokens += sum(length - prompt_length for length in self.sequences.lengths)
+        if self.committer.streamer is not None:
+            self.committer.streamer.end()
+        return self.committer.result(get_cache(self.inputs.model_kwargs))
 
     def prefill(self) -> None:
-        """Runs the prompt, whose states become the drafter's context, and commits the token that it predicts."""
+        """Runs the prompts, whose states become the drafter's context, and commits the tokens that they predict."""
+        kwargs, input_ids = self.inputs.model_kwargs, self.sequences.level_ids()
         if skips_prompt_positions(self.model, self.generator.drafter.config.target_layer_ids):
             # The last logits, but by index: only a number makes the host drop the rest of the prompt.
-            self.model_kwargs["logits_to_keep"] = torch.tensor([-1], device=self.input_ids.device)
+            kwargs["logits_to_keep"] = torch.tensor([-1], device=input_ids.device)
         with self.generator.listening(prefill=True):
-            outputs = self.model._prefill(self.input_ids, self.config, self.model_kwargs)
-        self.cache = get_cache(outputs)
-        if not all(map(is_croppable, self.cache.layers)):
-            raise _cannot_crop(self.model, self.cache)
-        self.num_cached = int(self.cache.get_seq_length())
-        # Only now: while it records, a sliding-window cache would hold a long prompt in full.
-        self.cache.activate_past_recording()
-        self._commit(outputs, Draft(self.input_ids.new_empty((1, 0))), is_prefill=True)
+            outputs = self.model._prefill(input_ids, self.config, kwargs)
+        cache = get_cache(outputs)
+        if not all(map(can_roll_back, cache.layers)):
+            raise cannot_crop(self.model, cache)
+        num_rows, mask = len(self.sequences), kwargs.get("attention_mask")
+        if num_rows > 1:
+            self.inputs.open_batch(mask, int(cache.get_seq_length()), num_rows)
+        self.rows = open_rows(cache, num_rows, self.config.max_length, mask)
+        counts = self.committer.commit(outputs.logits[:, -1:], nothing(input_ids[:, 0]))
+        self.committer.outputs.add_prompt(outputs)
+        self.inputs.commit(outputs, 1)
+        self._after_commit(list(range(num_rows)), counts)
 
-    def _decode(self, synced_gpus: bool, traces: list[Trace], clock: "_Clock") -> None:
-        """Rounds until something stops them."""
-        with self.model._optimize_model_for_decode():
-            while self.model._has_unfinished_sequences(self.finished, synced_gpus, device=self.input_ids.device):
-                if self.finished:
-                    self._keep_peers_company()
-                    continue
-                before = clock.now()
-                draft = self.generator.draft(self.input_ids, self.config.max_length - self.input_ids.shape[1] - 1)
-                drafted = clock.now()
-                num_new = self.verify(draft)
-                if traces:
-                    record = _record(draft, num_new, self.input_ids, drafted - before, clock.now() - drafted)
-                    for trace in traces:
-                        trace.rounds.append(record)
+    def round(self) -> None:
+        """Draft, schedule, verify, commit."""
+        assert self.rows is not None
+        clock, committer, active = self.clock, self.committer, list(self.committer.active)
+        started = clock.now()
+        plan = self.schedule.plan(self._row_states())
+        draft = self.draft(plan)
+        drafted = clock.now()
+        outputs = self.verify(draft)
+        verified = clock.now()
+        counts = committer.commit(outputs.logits[:, -1 - draft.length :], draft)
+        if committer.outputs.are_wanted:
+            committer.outputs.add_pass(
+                outputs, counts[0], active, self.model, get_cache(self.inputs.model_kwargs), self._has_static_keys
+            )
+        self.rows.commit(counts, 1 + draft.length)
+        self.generator.commit(counts)
+        self.generator.check_overflow(draft)
+        self.inputs.commit(outputs, counts[0])
+        self._after_commit(active, counts)
+        self._learn(plan, draft, active, clock.now() - started, drafted - started)
+        if self.traces:
+            times: dict[str, Any] = {"draft_seconds": drafted - started, "verify_seconds": verified - drafted}
+            times |= {"chain_seconds": draft.chain_seconds, "seconds": clock.now() - started}
+            record = _record(plan, draft, active, counts, committer.num_accepted, len(self.sequences) > 1, times)
+            for trace in self.traces:
+                trace.rounds.append(record)
 
-    def verify(self, draft: Draft) -> int:
-        """One pass of the target over anchor and draft; commits what stands, and returns how many tokens that is."""
-        with self.generator.listening():
-            outputs = self.model(**self._model_inputs(draft), return_dict=True)
-        num_new = self._commit(outputs, draft)
-        # The pass wrote anchor and draft; the newest token is not in the cache, as in plain decoding.
-        self.cache.crop(-(1 + draft.length - num_new))
-        self.num_cached += num_new
-        self.generator.commit(num_new)
-        return num_new
-
-    def _model_inputs(self, draft: Draft) -> dict[str, Any]:
-        input_ids = torch.cat((self.input_ids, draft.token_ids), dim=-1)
-        kwargs = _extended(self.model_kwargs, draft.length)
-        inputs = self.model.prepare_inputs_for_generation(
-            input_ids, next_sequence_length=1 + draft.length, is_first_iteration=False, **kwargs
-        )
-        if "logits_to_keep" in inputs:
-            inputs["logits_to_keep"] = 1 + draft.length
-        return inputs
-
-    def _commit(self, outputs: Any, draft: Draft, is_prefill: bool = False) -> int:
-        """Commits draft tokens while they stand, then one token of the target, unless a criterion stops it first."""
-        logits = outputs.logits[:, -1 - draft.length :]
-        num_new, stands = 0, True
-        while stands and not self.finished:
-            next_token_logits = logits[:, num_new].to(copy=True, dtype=torch.float32, device=self.input_ids.device)
-            scores = self.logits_processor(self.input_ids, next_token_logits)
-            token, stands = self._decide(scores, draft, num_new)
-            self._append(token, scores, next_token_logits)
-            num_new += 1
-        self._store_states(outputs, num_new, is_prefill)
-        self.model_kwargs = self.model._update_model_kwargs_for_generation(
-            outputs, self.model_kwargs, is_encoder_decoder=False, num_new_tokens=num_new
-        )
-        return num_new
-
-    def _decide(self, scores: torch.Tensor, draft: Draft, position: int) -> tuple[torch.Tensor, bool]:
-        """The token at a position, `[1]`, and whether it is the draft's, so that the next position counts as well."""
-        if position == draft.length:
-            return (draw(probabilities(scores)) if self.config.do_sample else scores.argmax(dim=-1)), False
-        drafted = draft.token_ids[:, position]
-        if not self.config.do_sample:
-            token = scores.argmax(dim=-1)
-            return token, bool(token == drafted)
-        assert draft.scores is not None
-        target_probs, draft_probs = probabilities(scores), probabilities(draft.scores[:, position])
-        if bool(is_accepted(target_probs, draft_probs, drafted, torch.rand_like(target_probs[:, 0]))):
-            return drafted, True
-        return draw(residual(target_probs, draft_probs)), False
-
-    def _append(self, token: torch.Tensor, scores: torch.Tensor, logits: torch.Tensor) -> None:
-        self.input_ids = torch.cat((self.input_ids, token[:, None]), dim=-1)
-        if self.outputs.scores is not None:
-            self.outputs.scores += (scores,)
-        if self.outputs.logits is not None:
-            self.outputs.logits += (logits,)
-        self.finished = bool(self.stopping_criteria(self.input_ids, self.outputs.scores).all())
-        if self.streamer is not None:
-            self.streamer.put(token.cpu())
-
-    def _store_states(self, outputs: Any, num_new: int, is_prefill: bool) -> None:
-        """Splits a pass into one entry per new token; the first entry is the whole prompt, as in plain decoding."""
-        if self.outputs.hidden_states is not None:
-            states = outputs.hidden_states
-            if is_prefill:
-                self.outputs.hidden_states += (states,)
-            else:
-                self.outputs.hidden_states += tuple(
-                    tuple(None if layer is None else layer[:, i : i + 1] for layer in states) for i in range(num_new)
-                )
-        if self.outputs.attentions is not None:
-            weights = outputs.attentions
-            if is_prefill:
-                self.outputs.attentions += (weights,)
-            else:
-                windows = self._windows(len(weights))
-                self.outputs.attentions += tuple(
-                    tuple(map(self._attention_row, weights, [i] * len(weights), windows)) for i in range(num_new)
-                )
-
-    def _attention_row(self, weights: torch.Tensor | None, row: int, window: int | None) -> torch.Tensor | None:
-        """Row of `[1, heads, queries, keys]`, cut to the keys that a one-token pass would have had."""
-        if weights is None:
-            return None
-        if self.cache.is_compileable:  # a static cache: the same keys for every query
-            return weights[:, :, row : row + 1]
-        end = weights.shape[-1] - (weights.shape[-2] - 1 - row)
-        start = 0 if window is None else max(0, end - window)
-        return weights[:, :, row : row + 1, start:end]
-
-    def _windows(self, num_layers: int) -> list[int | None]:
-        """Width of the sliding window of each attention layer; `None` for a full one."""
-        config = self.model.config.get_text_config(decoder=True)
-        layer_types = getattr(config, "layer_types", None)
-        if layer_types is not None:
-            kinds = [kind for kind in layer_types if kind != "linear_attention"]
-            windows = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+    def draft(self, plan: Plan) -> Draft:
+        """What the plan asks for: draft tokens of the drafter, copied ones of the context, or nothing."""
+        prefixes = [self.sequences.prefix(row) for row in self.committer.active]
+        limits = [row.num_tokens if row.source == "drafter" else 0 for row in plan.rows]
+        if any(limits):
+            draft = self.generator.draft(prefixes, limits)
         else:
-            windows = [layer.sliding_window if layer.is_sliding else None for layer in self.cache.layers]
-        return windows if len(windows) == num_layers else [None] * num_layers
+            draft = nothing(torch.cat([prefix[:, -1] for prefix in prefixes]))
+        copied = {
+            slot: self._offers[slot].token_ids[: row.num_tokens]
+            for slot, row in enumerate(plan.rows)
+            if row.source == "lookup" and row.num_tokens
+        }
+        return _with_copies(draft, copied, self.config.do_sample) if copied else draft
 
-    def _leave_cache_clean(self) -> None:
-        """Takes uncommitted positions out of the cache after an exception, and stops it from recording in any case."""
-        if self.cache is None:
-            return
-        surplus = int(self.cache.get_seq_length()) - self.num_cached
-        if surplus > 0:
-            self.cache.crop(-surplus)
-        stop_recording_past(self.cache)
+    def verify(self, draft: Draft) -> Any:
+        """One pass of the target over anchor and draft of each active row."""
+        assert self.rows is not None
+        active, width = self.committer.active, 1 + draft.length
+        if len(active) == 1:
+            input_ids = self.sequences.with_draft(active[0], draft.token_ids)
+        else:
+            input_ids = torch.cat((self.sequences.anchors(active)[:, None], draft.token_ids), dim=-1)
+        self.rows.begin(width)
+        inputs = self.inputs.of_pass(self.rows, input_ids, width)
+        with self.generator.listening():
+            return self.model(**inputs, return_dict=True)
+
+    def _goes_on(self, synced_gpus: bool) -> bool:
+        is_done = not self.committer.active
+        return self.model._has_unfinished_sequences(is_done, synced_gpus, device=self.sequences.device)
+
+    def _row_states(self) -> list[RowState]:
+        states = []
+        self._offers: dict[int, Any] = {}
+        for slot, row in enumerate(self.committer.active):
+            length = self.sequences.lengths[row]
+            room = self.config.max_length - length - 1
+            most = min(room, self._lookup_tokens)
+            offer = self.lookups[row].offer(most) if self.lookups and most > 0 else None
+            self._offers[slot] = offer
+            states.append(RowState(row, length, room, offer, self.generator.can_draft))
+        return states
+
+    def _after_commit(self, active: list[int], counts: list[int]) -> None:
+        """Tells the context lookup, and takes finished rows out of everything."""
+        if self.lookups:
+            for row, count in zip(active, counts, strict=True):
+                self.lookups[row].extend(self.sequences.prefix(row)[0, -count:].tolist())
+        slots = self.committer.slots
+        if slots and len(slots) < len(active):
+            assert self.rows is not None
+            self.rows.select(slots)
+            self.generator.select(slots)
+            self.inputs.select(slots, len(active))
+
+    def _learn(self, plan: Plan, draft: Draft, active: list[int], seconds: float, draft_seconds: float) -> None:
+        committer = self.committer
+        outcomes = [
+            RowOutcome(row, plan.rows[slot].source, committer.num_examined[slot], committer.num_accepted[slot])
+            for slot, row in enumerate(active)
+        ]
+        self.schedule.observe(plan, outcomes, seconds, draft_seconds if self.clock.is_exact else None)
+        mismatch = None if self._has_warned else self.schedule.mismatch()
+        if mismatch is not None:
+            self._has_warned = True
+            warnings.warn(mismatch, UserWarning, stacklevel=2)
+
+    def _real_prompts(self, prompt_mask: torch.Tensor | None) -> list[list[int]]:
+        ids = self.sequences.level_ids().tolist()
+        if prompt_mask is None:
+            return ids
+        real = (prompt_mask[:, -len(ids[0]) :] != 0).tolist()
+        return [[token for token, is_real in zip(*row, strict=True) if is_real] for row in zip(ids, real, strict=True)]
+
+    @property
+    def _has_static_keys(self) -> bool:
+        return bool(get_cache(self.inputs.model_kwargs).is_compileable)
 
     def _keep_peers_company(self) -> None:
         # Sharded parameters are gathered by all processes together: one pass for each of theirs.
-        self.model(self.input_ids[:, -1:], use_cache=False)
-
-    def _result(self) -> GenerateDecoderOnlyOutput | torch.Tensor:
-        if not self.config.return_dict_in_generate:
-            return self.input_ids
-        return generate_output(sequences=self.input_ids, cache=self.cache, **vars(self.outputs))
+        self.model(self.sequences.prefix(0)[:, -1:], use_cache=False)
 
 
-def _extended(model_kwargs: dict[str, Any], num_tokens: int) -> dict[str, Any]:
-    """The keyword arguments of a pass, as long as they are now plus a draft of `num_tokens`.
-
-    Each is extended from its own length: with a part-filled cache, masks span more than the ids that were passed.
-    """
-    kwargs = dict(model_kwargs)
-    for name, extend in _EXTENSIONS.items():
-        if kwargs.get(name) is not None:
-            kwargs = extend(kwargs, kwargs[name].shape[-1] + num_tokens)
-    if (token_types := kwargs.get("mm_token_type_ids")) is not None:
-        # Drafted tokens are text.
-        text = token_types.new_zeros((token_types.shape[0], num_tokens))
-        kwargs["mm_token_type_ids"] = torch.cat((token_types, text), dim=-1)
-    return kwargs
+def _cost_table(model: TargetModel, drafter: DSparkDrafter) -> CostTable:
+    """What rounds of this pair cost where it stands now; measured by all its calls."""
+    by_place = _cost_tables.setdefault(drafter, weakref.WeakKeyDictionary()).setdefault(model, {})
+    place = (model.device, model.dtype, drafter.device, drafter.dtype, torch.get_num_threads())
+    return by_place.setdefault(place, CostTable())
 
 
-_EXTENSIONS: dict[str, Callable[[dict[str, Any], int], dict[str, Any]]] = {
-    "attention_mask": partial(_prepare_attention_mask, is_encoder_decoder=False),
-    "position_ids": partial(_prepare_position_ids, is_encoder_decoder=False),
-    "token_type_ids": _prepare_token_type_ids,
-}
+_cost_tables: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def _with_copies(draft: Draft, copied: dict[int, list[int]], do_sample: bool) -> Draft:
+    """A draft with the tokens of some rows, by slot, copied from the context: their distribution is one-hot."""
+    num_rows, device = draft.token_ids.shape[0], draft.token_ids.device
+    lengths = [len(copied.get(slot, ())) or length for slot, length in enumerate(draft.row_lengths)]
+    token_ids = torch.nn.functional.pad(draft.token_ids, (0, max(lengths) - draft.length))
+    scores = draft.scores
+    if scores is not None:
+        scores = torch.nn.functional.pad(scores, (0, 0, 0, max(lengths) - draft.length))
+    for slot, tokens in copied.items():
+        ids = torch.tensor(tokens, device=device)
+        token_ids[slot, : len(tokens)] = ids
+        if scores is not None:
+            scores[slot, : len(tokens)] = one_hot_scores(ids, scores.shape[-1])
+    assert len(lengths) == num_rows
+    return replace(draft, token_ids=token_ids, scores=scores, lengths=lengths)
 
 
 class _Clock:
-    """Wall time on the host, with the device caught up; does not wait where nobody measures."""
+    """Wall time on the host. Where a trace listens, the device has caught up; else nobody waits for it.
 
-    def __init__(self, device: torch.device | None):
+    Attributes:
+        is_exact: whether the time between two readings is that of the work between them.
+    """
+
+    def __init__(self, device: torch.device, is_traced: bool):
+        self.is_exact = device.type == "cpu" or is_traced
         self._synchronize: Callable[[], None] | None = None
-        if device is not None and device.type != "cpu" and hasattr(torch, device.type):
+        if is_traced and device.type != "cpu" and hasattr(torch, device.type):
             self._synchronize = getattr(torch, device.type).synchronize
 
     def now(self) -> float:
@@ -381,90 +371,23 @@ class _Clock:
         return perf_counter()
 
 
-def _record(draft: Draft, num_new: int, input_ids: torch.Tensor, draft_seconds: float, verify_seconds: float) -> Round:
-    proposed = draft.token_ids[0].tolist()
-    committed = input_ids[0, input_ids.shape[1] - num_new :].tolist()
-    accepted = 0
-    while accepted < min(len(proposed), num_new) and proposed[accepted] == committed[accepted]:
-        accepted += 1
-    return Round(proposed, accepted, draft.confidence, num_new, draft_seconds, verify_seconds)
-
-
-def _check_request(
-    model: TargetModel, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
-) -> None:
-    """Refuses, before any work, what the loop does not do exactly.
-
-    Raises:
-        UnsupportedGenerationError: the message says what to do instead.
-    """
-    problem = _unsupported_setting(config) or _unsupported_inputs(input_ids, model_kwargs)
-    if problem is not None:
-        raise UnsupportedGenerationError(problem)
-    cache = get_cache(model_kwargs)
-    if model._is_stateful or (cache is not None and not _may_be_croppable(cache)):
-        raise _cannot_crop(model, cache)
-    if cache is None:
-        raise UnsupportedGenerationError(
-            f"{type(model).__name__} got no key/value cache from `generate`, which verification needs. "
-            "Leave out `assistant_model` for this model."
-        )
-    if config.prefill_chunk_size and not CHUNKS_PART_FILLED_CACHE and int(cache.get_seq_length()) > 0:
-        raise UnsupportedGenerationError(
-            "`prefill_chunk_size` together with a part-filled cache gives wrong text in this version of transformers, "
-            "with or without a drafter: leave one of them out, or update transformers."
-        )
-
-
-def _unsupported_setting(config: GenerationConfig) -> str | None:
-    mode = config.get_generation_mode()
-    rivals = {
-        "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens,
-        "assistant_early_exit": config.assistant_early_exit,
-        "use_mtp": getattr(config, "use_mtp", None),
+def _record(
+    plan: Plan,
+    draft: Draft,
+    active: list[int],
+    counts: list[int],
+    num_accepted: list[int],
+    is_batch: bool,
+    times: dict[str, Any],
+) -> Round:
+    proposed = [ids[:n] for ids, n in zip(draft.token_ids.tolist(), draft.row_lengths, strict=True)]
+    fields: dict[str, Any] = {
+        "proposed": proposed,
+        "accepted": list(num_accepted),
+        "confidence": draft.confidence or [None] * len(active),
+        "num_new_tokens": counts,
+        "source": [row.source for row in plan.rows],
     }
-    rival = next((name for name, value in rivals.items() if value), None)
-    if rival is not None:
-        return f"`{rival}` and a DSpark drafter both propose tokens: leave one of them out."
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        return (
-            f"A DSpark drafter speeds up greedy search and sampling, not {mode.value.replace('_', ' ')}. "
-            "Leave out `assistant_model`, or the settings that ask for this mode."
-        )
-    if config.assistant_ensemble_weight is not None:
-        return (
-            "`assistant_ensemble_weight` changes the distribution of the output, which a DSpark drafter never does: "
-            "leave it out."
-        )
-    if not config.use_cache:
-        return "A DSpark drafter needs `use_cache=True`: verification continues from the target's cache."
-    return None
-
-
-def _unsupported_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> str | None:
-    if input_ids.shape[0] != 1:
-        return (
-            f"A DSpark drafter supports one sequence per call so far, got {input_ids.shape[0]} "
-            "(`num_return_sequences` counts). Call `generate` for each prompt, or leave out `assistant_model` for "
-            "batches."
-        )
-    if model_kwargs.get("inputs_embeds") is not None:
-        return "A DSpark drafter needs to know the tokens: pass `input_ids` instead of `inputs_embeds`."
-    return None
-
-
-def _may_be_croppable(cache: Any) -> bool:
-    """False only where a layer can tell already: one with a convolution knows after its first pass."""
-    return all(is_croppable(layer) or hasattr(layer, "is_conv_states_initialized") for layer in cache.layers)
-
-
-def _cannot_crop(model: TargetModel, cache: Any) -> UnsupportedGenerationError:
-    kept = (
-        "a state"
-        if cache is None
-        else f"{type(cache).__name__}({', '.join(sorted({type(layer).__name__ for layer in cache.layers}))})"
-    )
-    return UnsupportedGenerationError(
-        f"{type(model).__name__} keeps {kept}, which cannot take back rejected draft tokens. Use the default "
-        "(dynamic) cache; for a model with a recurrent state, leave out `assistant_model`."
-    )
+    if not is_batch:
+        fields = {name: of_rows[0] for name, of_rows in fields.items()}
+    return Round(**fields, rows=active, is_batch=is_batch, reason=plan.reason, **times)

@@ -125,15 +125,35 @@ class BlockMasks:
 
     A full layer needs none, unless the caller's padding mask has a zero: block positions see all of the context and
     each other, in both directions. A sliding layer sees `sliding_window` context positions, counted from the anchor
-    or from each query, and its own block causally unless the config says otherwise.
+    or from each query, and its own block causally unless the config says otherwise. With `context_window`, no layer
+    sees more context positions than that.
+
+    Args:
+        padding_mask: `[B, keys]`, 0 at padding; `None` without padding.
+        key_lengths: `[B]`, keys of each row, its block last; `None`: all of them.
     """
 
-    def __init__(self, config: DSparkConfig, padding_mask: torch.Tensor | None, block_length: int, dtype: torch.dtype):
+    def __init__(
+        self,
+        config: DSparkConfig,
+        padding_mask: torch.Tensor | None,
+        block_length: int,
+        dtype: torch.dtype,
+        key_lengths: torch.Tensor | None = None,
+    ):
         self.config = config
         self.padding_mask = padding_mask
+        self.key_lengths = key_lengths
         self.block_length = block_length
         self.dtype = dtype
         self._made: dict[tuple[str, int], torch.Tensor | None] = {}
+
+    def first_key(self, num_keys: int) -> int:
+        """How many keys, the oldest, nothing in the block sees: they may be left out."""
+        window = self.config.context_window
+        if window is None or self.key_lengths is not None:
+            return 0
+        return max(0, num_keys - self.block_length - window)
 
     def get(self, layer_type: str, num_keys: int, device: torch.device) -> torch.Tensor | None:
         if (layer_type, num_keys) not in self._made:
@@ -142,8 +162,8 @@ class BlockMasks:
 
     def _make(self, layer_type: str, num_keys: int, device: torch.device) -> torch.Tensor | None:
         visible = None
-        if layer_type == "sliding_attention":
-            visible = self._visible_in_window(num_keys, device)[None, None]
+        if layer_type == "sliding_attention" or self.key_lengths is not None:
+            visible = self._visible(layer_type, num_keys, device)[:, None]
         if self.padding_mask is not None:
             # A host cache may hand out fewer keys than the mask covers: the newest ones.
             padding = self.padding_mask[:, None, None, -num_keys:].bool().to(device)
@@ -154,18 +174,23 @@ class BlockMasks:
         mask = mask.masked_fill(~visible, torch.finfo(self.dtype).min)
         return mask.expand(-1, -1, self.block_length, -1)
 
-    def _visible_in_window(self, num_keys: int, device: torch.device) -> torch.Tensor:
-        """`[S, keys]` booleans; positions are counted from the anchor, so that context has negative ones."""
+    def _visible(self, layer_type: str, num_keys: int, device: torch.device) -> torch.Tensor:
+        """`[B or 1, S, keys]` booleans; positions are counted from the anchor, so that context has negative ones."""
+        ends = torch.tensor([num_keys], device=device) if self.key_lengths is None else self.key_lengths.to(device)
         query = torch.arange(self.block_length, device=device)[:, None]
-        key = torch.arange(num_keys, device=device)[None, :] - (num_keys - self.block_length)
-        window = self.config.sliding_window
-        if self.config.sliding_window_origin == "anchor":
-            visible = (key >= 0) | (key >= -window)
-        else:
-            visible = query - key < window
-        if self.config.sliding_block_causal:
-            visible = visible & (key <= query)
-        return visible.expand(self.block_length, -1)
+        key = torch.arange(num_keys, device=device) - (ends[:, None, None] - self.block_length)
+        visible = key < self.block_length
+        if self.config.context_window is not None:
+            visible = visible & (key >= -self.config.context_window)
+        if layer_type == "sliding_attention":
+            window = self.config.sliding_window
+            if self.config.sliding_window_origin == "anchor":
+                visible = visible & ((key >= 0) | (key >= -window))
+            else:
+                visible = visible & (query - key < window)
+            if self.config.sliding_block_causal:
+                visible = visible & (key <= query)
+        return visible.expand(-1, self.block_length, -1)
 
 
 class DraftAttention(nn.Module):
@@ -220,6 +245,8 @@ class DraftAttention(nn.Module):
         keys, values = self.keys_and_values(source, rotary)
         if cache is not None:
             keys, values = cache.update(keys, values, self.layer_idx)
+        first = masks.first_key(keys.shape[-2])
+        keys, values = keys[:, :, first:], values[:, :, first:]
         mask = masks.get(self.layer_type, keys.shape[-2], keys.device)
         output, _ = self._attend(mask)(
             self,
@@ -509,7 +536,8 @@ class DSparkDrafter(PreTrainedModel):
                 f"got {position_ids.shape[-1]}."
             )
         context = None if context_hidden_states is None else self.project_context(context_hidden_states)
-        masks = BlockMasks(self.config, attention_mask, block_length, noise_embeds.dtype)
+        key_lengths = cache.key_lengths if isinstance(cache, DraftCache) else None
+        masks = BlockMasks(self.config, attention_mask, block_length, noise_embeds.dtype, key_lengths)
         rotary = self.rotary_emb(position_ids, noise_embeds.dtype)
         hidden_states = noise_embeds
         for layer in self.layers:
@@ -523,12 +551,16 @@ class DSparkDrafter(PreTrainedModel):
     def append_context(
         self, context_hidden_states: torch.Tensor, position_ids: torch.Tensor, cache: DraftCache
     ) -> None:
-        """Commits `[B, T, m * Ht]` tapped hidden states at `[B, T]` positions to the cache, without drafting."""
+        """Commits `[B, T, m * Ht]` tapped hidden states at `[B, T]` positions to the cache, without drafting.
+
+        Where rows are uneven, `cache.expect` comes first, and `cache.commit` after.
+        """
         context = self.project_context(context_hidden_states)
         rotary = self.rotary_emb(position_ids, context.dtype)
         for index, layer in enumerate(self.layers):
             cache.update(*layer.self_attn.keys_and_values(context, rotary), index)
-        cache.commit(context.shape[1])
+        if cache.key_lengths is None:
+            cache.commit(context.shape[1])
 
     def base_logits(self, hidden_states: torch.Tensor, lm_head: nn.Module) -> torch.Tensor:
         """U: `[..., H]` backbone states to `[..., Vd]` logits, in the dtype of `lm_head`."""

@@ -13,6 +13,12 @@ def probabilities(scores: torch.Tensor) -> torch.Tensor:
     return scores.softmax(dim=-1, dtype=torch.float32)
 
 
+def one_hot_scores(token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """`[...]` ids that were proposed without chance to the `[..., V]` float32 scores of their distribution."""
+    scores = torch.full((*token_ids.shape, vocab_size), float("-inf"), device=token_ids.device)
+    return scores.scatter_(-1, token_ids.unsqueeze(-1), 0.0)
+
+
 def is_accepted(
     target_probs: torch.Tensor, draft_probs: torch.Tensor, token_id: torch.Tensor, uniform: torch.Tensor
 ) -> torch.Tensor:

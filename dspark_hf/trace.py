@@ -4,11 +4,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
 class Round:
     """One draft and its verification.
+
+    In a batch the fields of rows (`proposed` to `source`) are lists with one entry per row of the round.
 
     Attributes:
         proposed: ids that the target verified, in order.
@@ -16,15 +19,32 @@ class Round:
         confidence: survival probability of each position that the drafter looked at, the one that ended the draft
             included; `None` in a round without a draft, and without a confidence head.
         num_new_tokens: tokens that the round added: `accepted + 1`, less where a stop came first.
-        draft_seconds, verify_seconds: wall time of drafting, and of the target's pass up to the commit.
+        source: `"drafter"`, `"lookup"` (the context itself) or `"none"`.
+        reason: why the schedule chose so.
+        rows: which rows of the call took part: those that had not finished.
+        draft_seconds: wall time of drafting; `chain_seconds` of it went into the sequential part (the Markov loop).
+        verify_seconds: wall time of the target's forward pass.
+        seconds: wall time of the whole round.
     """
 
-    proposed: list[int]
-    accepted: int
-    confidence: list[float] | None
-    num_new_tokens: int
-    draft_seconds: float
-    verify_seconds: float
+    proposed: list[Any]
+    accepted: Any
+    confidence: list[Any] | None
+    num_new_tokens: Any
+    source: Any = "drafter"
+    reason: str = ""
+    rows: list[int] = field(default_factory=lambda: [0])
+    draft_seconds: float = 0.0
+    chain_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    seconds: float = 0.0
+    is_batch: bool = False
+
+    def per_row(self) -> Iterator[tuple[list[int], int, int]]:
+        """`(proposed, accepted, num_new_tokens)` of each row."""
+        if self.is_batch:
+            return zip(self.proposed, self.accepted, self.num_new_tokens, strict=True)
+        return iter([(self.proposed, self.accepted, self.num_new_tokens)])
 
 
 @dataclass(frozen=True)
@@ -33,11 +53,13 @@ class TraceSummary:
 
     Attributes:
         num_rounds: verification passes of the target, the prefill not counted.
-        num_new_tokens: generated tokens, the first one (which the prefill gives) included.
-        acceptance_length: τ, tokens per round, bonus included; 0 without a round.
+        num_new_tokens: generated tokens of all rows, the first ones (which the prefill gives) included.
+        acceptance_length: τ, tokens per round and row, bonus included; 0 without a round.
         acceptance_rate_per_position: for each draft position, accepted over verified.
         tokens_per_second: new tokens over the wall time of the calls, prefill included.
-        seconds, prefill_seconds, draft_seconds, verify_seconds: wall time, in total and by part.
+        seconds: wall time of the calls.
+        prefill_seconds, round_seconds: its parts.
+        draft_seconds, chain_seconds, verify_seconds: parts of the rounds, as in [`Round`].
     """
 
     num_rounds: int
@@ -48,7 +70,9 @@ class TraceSummary:
     seconds: float
     prefill_seconds: float
     draft_seconds: float
+    chain_seconds: float
     verify_seconds: float
+    round_seconds: float
 
 
 @dataclass
@@ -62,21 +86,23 @@ class Trace:
 
     def summary(self) -> TraceSummary:
         rounds = self.rounds
-        longest = max((len(r.proposed) for r in rounds), default=0)
+        rows = [row for r in rounds for row in r.per_row()]
         rates = []
-        for position in range(longest):
-            verified = [r for r in rounds if len(r.proposed) > position]
-            rates.append(sum(r.accepted > position for r in verified) / len(verified))
+        for position in range(max((len(proposed) for proposed, _, _ in rows), default=0)):
+            verified = [accepted for proposed, accepted, _ in rows if len(proposed) > position]
+            rates.append(sum(accepted > position for accepted in verified) / len(verified))
         return TraceSummary(
             num_rounds=len(rounds),
             num_new_tokens=self.num_new_tokens,
-            acceptance_length=sum(r.num_new_tokens for r in rounds) / len(rounds) if rounds else 0.0,
+            acceptance_length=sum(num_new for _, _, num_new in rows) / len(rows) if rows else 0.0,
             acceptance_rate_per_position=rates,
             tokens_per_second=self.num_new_tokens / self.seconds if self.seconds else 0.0,
             seconds=self.seconds,
             prefill_seconds=self.prefill_seconds,
             draft_seconds=sum(r.draft_seconds for r in rounds),
+            chain_seconds=sum(r.chain_seconds for r in rounds),
             verify_seconds=sum(r.verify_seconds for r in rounds),
+            round_seconds=sum(r.seconds for r in rounds),
         )
 
 

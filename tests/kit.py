@@ -5,6 +5,7 @@ target's true continuation; a *saboteur* is an oracle with one position wrong in
 `DSparkDrafter` first (taps, draft cache, heads) and then replace the ids of its draft, never their number.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -125,7 +126,10 @@ def new_drafter(**settings: Any) -> DSparkDrafter:
     if merged.get("markov_head_type") == "none":
         merged.setdefault("confidence_head_with_markov", False)
     torch.manual_seed(1)
-    return DSparkDrafter(DSparkConfig(**merged)).eval()
+    made = DSparkDrafter(DSparkConfig(**merged)).eval()
+    # Tests count drafts and rounds, which "auto" chooses by the clock.
+    made.generation_config.num_assistant_tokens_schedule = "constant"
+    return made
 
 
 @cache
@@ -148,55 +152,64 @@ def continuation(model: PreTrainedModel, prompt: Sequence[int] = PROMPT, num_tok
 
 @contextmanager
 def knowing(
-    answer: Sequence[int],
+    answer: Sequence[Any],
     prompt_length: int = len(PROMPT),
     wrong_at: int | None = None,
-    num_unseen: int | None = 0,
+    num_unseen: int | Sequence[int] | None = 0,
 ) -> Iterator[None]:
     """Inside, every greedy drafter proposes what `answer` (the tokens after the prompt) says comes next.
 
     Also checks what no text can show: that the draft cache holds exactly the committed context in every round.
 
     Args:
-        answer: beyond its end, proposals are made up.
-        prompt_length: tokens before `answer`.
+        answer: beyond its end, proposals are made up. For a batch: one answer for each row of the call.
+        prompt_length: tokens before `answer`, padding included.
         wrong_at: position of a draft that is wrong, in every other draft that is long enough, the first one included;
             `None`: all are right.
         num_unseen: positions of the prompt that the drafter never sees: padding, or cached before the call; `None`: do
-            not check.
+            not check. For a batch: of each row of the call.
     """
     real_draft = DSparkCandidateGenerator.draft
-    sabotaged: dict[int, int] = {}
+    sabotaged: dict[tuple[int, int], int] = {}
+    answers = [[*row] for row in answer] if answer and not isinstance(answer[0], int) else [[*answer]]
 
-    def draft(self: DSparkCandidateGenerator, input_ids: torch.LongTensor, max_tokens: int) -> Draft:
-        real = real_draft(self, input_ids, max_tokens)
-        if real.length:
-            assert real.length <= max_tokens
-            assert num_unseen is None or self.cache.length == input_ids.shape[1] - 1 - num_unseen
-        start = input_ids.shape[1] - prompt_length
-        tokens = [*answer[start : start + real.length]]
-        tokens += [(start + i) % VOCAB for i in range(len(tokens), real.length)]
-        if wrong_at is not None and wrong_at < len(tokens):
-            count = sabotaged[id(self)] = sabotaged.get(id(self), 0) + 1
-            if count % 2:
-                tokens[wrong_at] = (tokens[wrong_at] + 1) % VOCAB
-        return Draft(input_ids.new_tensor([tokens]).view(1, -1), None, real.confidence)
+    def draft(self: DSparkCandidateGenerator, prefixes: Any, limits: Any) -> Draft:
+        limits = [limits] * len(prefixes) if isinstance(limits, int) else limits
+        real = real_draft(self, prefixes, limits)
+        rows = []
+        for slot, (row, length) in enumerate(zip(self.rows, real.row_lengths, strict=True)):
+            num_committed = prefixes[slot].shape[-1]
+            assert length <= max(0, limits[slot])
+            if real.length and num_unseen is not None:
+                unseen = num_unseen if isinstance(num_unseen, int) else num_unseen[row]
+                assert self.cache.lengths[slot] == num_committed - 1 - unseen
+            start = num_committed - prompt_length
+            tokens = [*answers[row][start : start + length]]
+            tokens += [(start + i) % VOCAB for i in range(len(tokens), length)]
+            if wrong_at is not None and wrong_at < len(tokens):
+                count = sabotaged[id(self), row] = sabotaged.get((id(self), row), 0) + 1
+                if count % 2:
+                    tokens[wrong_at] = (tokens[wrong_at] + 1) % VOCAB
+            rows.append(tokens + [0] * (real.length - len(tokens)))
+        ids = prefixes[0].new_tensor(rows).view(len(rows), real.length)
+        return dataclasses.replace(real, token_ids=ids, scores=None)
 
     with patch.object(DSparkCandidateGenerator, "draft", draft):
         yield
 
 
 def num_drafted(rounds: Sequence[Round]) -> int:
-    return sum(len(r.proposed) for r in rounds)
+    return sum(len(proposed) for r in rounds for proposed, _, _ in r.per_row())
 
 
 def num_accepted(rounds: Sequence[Round]) -> int:
-    return sum(r.accepted for r in rounds)
+    return sum(accepted for r in rounds for _, accepted, _ in r.per_row())
 
 
 def num_rejected(rounds: Sequence[Round]) -> int:
     """Drafted tokens that the target replaced by its own; those behind them, or behind a stop, do not count."""
-    return sum(r.accepted < len(r.proposed) and r.num_new_tokens > r.accepted for r in rounds)
+    rows = [row for r in rounds for row in r.per_row()]
+    return sum(accepted < len(proposed) and num_new > accepted for proposed, accepted, num_new in rows)
 
 
 def assert_drafted(trace: Trace, wrong_at: int | None = None) -> None:

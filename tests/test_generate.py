@@ -34,6 +34,7 @@ from dspark_hf import (
     UnsupportedGenerationError,
 )
 from dspark_hf._compat import CACHE_NAME
+from dspark_hf.candidate_generator import _WaitingContext
 from dspark_hf.target_taps import TargetTaps
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
@@ -65,15 +66,12 @@ def refusal(error: type[Exception], model: PreTrainedModel, assistant: DSparkDra
     return str(caught.value)
 
 
-TWO = torch.tensor([PROMPT, PROMPT])
-ONE_EACH = "A DSpark drafter supports one sequence per call so far, got {} (`num_return_sequences` counts). "
-ONE_EACH += "Call `generate` for each prompt, or leave out `assistant_model` for batches."
 NO_MODE = "A DSpark drafter speeds up greedy search and sampling, not {}. "
 NO_MODE += "Leave out `assistant_model`, or the settings that ask for this mode."
 RIVAL = "`{}` and a DSpark drafter both propose tokens: leave one of them out."
 NUM_TOKENS = "`num_assistant_tokens` is {}, but it must be an integer from 1 to 4, what a block of this drafter gives."
 THRESHOLD = "`assistant_confidence_threshold` is {}, expected a probability from 0 (off) to 1."
-SCHEDULE = "`num_assistant_tokens_schedule` is 'heuristic', but a DSpark drafter follows 'constant' only."
+SCHEDULE = "`num_assistant_tokens_schedule` is 'heuristic', but a DSpark drafter follows 'auto' "
 
 
 class TestRefusals:
@@ -82,8 +80,6 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("request_", "message"),
         [
-            ({"input_ids": TWO, "attention_mask": torch.ones_like(TWO)}, ONE_EACH.format(2)),
-            ({"num_return_sequences": 3, "do_sample": True}, ONE_EACH.format(3)),
             ({"num_beams": 2}, NO_MODE.format("beam search")),
             ({"num_beams": 2, "do_sample": True}, NO_MODE.format("beam sample")),
             (
@@ -489,14 +485,14 @@ class TestTaps:
 
     def test_chunks_are_absorbed_one_by_one(self):
         model, assistant, waiting = kit.new_target(), kit.new_drafter(), []
-        real = DSparkCandidateGenerator._keep
+        real = _WaitingContext.keep_prompt
 
-        def keep(self: DSparkCandidateGenerator, features: torch.Tensor) -> None:
-            waiting.append(sum(len(w) for w in self._waiting))
+        def keep_prompt(self: _WaitingContext, features: torch.Tensor) -> None:
+            waiting.append(self.num_waiting)
             real(self, features)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(DSparkCandidateGenerator, "_keep", keep)
+            patch.setattr(_WaitingContext, "keep_prompt", keep_prompt)
             generate(model, assistant, prefill_chunk_size=3, max_new_tokens=1)
         assert waiting == [0] * 4
 

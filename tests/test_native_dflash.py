@@ -29,7 +29,9 @@ def target() -> PreTrainedModel:
 
 
 def fixture_drafter() -> DSparkDrafter:
-    return DSparkDrafter.from_pretrained(FOLDER)
+    drafter = DSparkDrafter.from_pretrained(FOLDER)
+    drafter.generation_config.num_assistant_tokens_schedule = "constant"
+    return drafter
 
 
 def native(model: PreTrainedModel, assistant: DSparkDrafter, **kwargs: Any) -> torch.LongTensor:

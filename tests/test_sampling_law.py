@@ -30,7 +30,7 @@ from dspark_hf import (
     DSparkDrafter,
     SpeculativeDecoding,
     candidate_generator,
-    generation,
+    committing,
 )
 from dspark_hf.candidate_generator import Draft
 from dspark_hf.sampling import draw, is_accepted, probabilities, residual
@@ -157,7 +157,7 @@ class Tree:
 def tree(monkeypatch) -> Tree:
     tree = Tree()
     monkeypatch.setattr(torch, "multinomial", tree.multinomial)
-    monkeypatch.setattr(generation, "is_accepted", tree.is_accepted)
+    monkeypatch.setattr(committing, "is_accepted", tree.is_accepted)
     return tree
 
 
@@ -294,10 +294,9 @@ class TestLoop:
         cut_short: set[bool] = set()
         real_draft = DSparkCandidateGenerator.draft
 
-        def draft(generator, input_ids, max_tokens):
-            proposed = real_draft(generator, input_ids, max_tokens)
-            if max_tokens > 0:
-                cut_short.add(proposed.length < max_tokens)
+        def draft(generator, prefixes, limits):
+            proposed = real_draft(generator, prefixes, limits)
+            cut_short.add(proposed.length < limits[0])
             return proposed
 
         monkeypatch.setattr(DSparkCandidateGenerator, "draft", draft)
@@ -352,7 +351,7 @@ class TestTeeth:
         assert distance(*self.law_with(tree)) < 1e-5
 
     def test_a_residual_that_is_the_target_itself_is_noticed(self, tree, monkeypatch):
-        monkeypatch.setattr(generation, "residual", lambda target_probs, draft_probs: target_probs)
+        monkeypatch.setattr(committing, "residual", lambda target_probs, draft_probs: target_probs)
         assert distance(*self.law_with(tree)) > 1e-2
 
     def test_the_most_likely_draft_with_a_soft_distribution_is_noticed(self, tree, monkeypatch):
@@ -366,8 +365,8 @@ class TestTeeth:
     def test_a_draft_cut_by_its_own_last_token_is_noticed(self, tree, monkeypatch):
         real_draft = DSparkCandidateGenerator.draft
 
-        def draft(generator, input_ids, max_tokens):
-            proposed = real_draft(generator, input_ids, max_tokens)
+        def draft(generator, prefixes, limits):
+            proposed = real_draft(generator, prefixes, limits)
             if proposed.length and int(proposed.token_ids[0, -1]) == 0:
                 return Draft(proposed.token_ids[:, :-1], proposed.scores[:, :-1])
             return proposed

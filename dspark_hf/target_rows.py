@@ -1,0 +1,347 @@
+"""The target's keys and values while a call decodes: rows of different lengths, and rejected tokens that cost nothing.
+
+transformers' dynamic cache copies all keys and values in every pass, knows one length for all rows, and is cropped
+layer by layer. Here each layer is a buffer that grows by doubling; a pass writes behind the committed part of each
+row, and a rollback is a smaller number. The layers stand in the caller's own cache object during the call, so that
+any model of transformers finds them, and `restore` puts the cache back as plain generation would have left it.
+
+Caches of other kinds (static, offloaded) keep their own layers, for a batch of one, and are cropped.
+"""
+
+from typing import Any
+
+import torch
+from transformers import Cache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
+
+from ._compat import is_croppable, stop_recording_past
+
+# Draft tokens behind the longest row that a buffer has room for without growing.
+_SLACK = 16
+
+
+def open_rows(
+    cache: Cache, num_rows: int, max_length: int, prompt_mask: torch.Tensor | None
+) -> "BufferedRows | CroppedRows":
+    """What a call decodes with, from a cache that holds the prompt.
+
+    Args:
+        cache: after the prefill.
+        num_rows: rows of the batch.
+        max_length: no row will be longer.
+        prompt_mask: `[B, P]`, 0 at padding; `None` without padding.
+    """
+    if _is_bufferable(cache, num_rows):
+        return BufferedRows(cache, num_rows, max_length, prompt_mask)
+    return CroppedRows(cache)
+
+
+def can_roll_back(layer: Any) -> bool:
+    """Whether rejected positions can be taken back out of a layer of a cache, by cropping it or by taking it over."""
+    return is_croppable(layer) or type(layer) in (StaticLayer, StaticSlidingWindowLayer)
+
+
+def _is_bufferable(cache: Cache, num_rows: int) -> bool:
+    kinds: tuple[type, ...] = (DynamicLayer, DynamicSlidingWindowLayer)
+    if num_rows > 1 or not all(map(is_croppable, cache.layers)):
+        # A static cache cannot hold rows of different lengths: it waits outside and is filled at the end.
+        kinds += (StaticLayer, StaticSlidingWindowLayer)
+    return not cache.offloading and all(type(layer) in kinds for layer in cache.layers if _holds_states(layer))
+
+
+def _holds_states(layer: Any) -> bool:
+    return layer.is_initialized and layer.keys is not None
+
+
+class CroppedRows:
+    """One row in a cache of the caller's, cropped after each pass."""
+
+    is_ragged = False
+
+    def __init__(self, cache: Cache):
+        self._cache = cache
+        self.lengths = [int(cache.get_seq_length())]
+        # Only now: while it records, a sliding-window cache would hold a long prompt in full.
+        cache.activate_past_recording()
+
+    def begin(self, width: int) -> None:
+        """Before a pass over `width` tokens."""
+
+    def commit(self, counts: list[int], width: int) -> None:
+        """Keeps the first tokens of the last pass."""
+        self._cache.crop(-(width - counts[0]))
+        self.lengths[0] += counts[0]
+
+    def select(self, slots: list[int]) -> None:
+        """A batch of one has nothing to select."""
+
+    def restore(self, is_visible: bool) -> None:
+        """Takes uncommitted positions out of the cache, and stops it from recording."""
+        surplus = int(self._cache.get_seq_length()) - self.lengths[0]
+        if surplus > 0:
+            self._cache.crop(-surplus)
+        stop_recording_past(self._cache)
+
+
+class BufferedRows:
+    """Rows in buffers of our own.
+
+    Attributes:
+        lengths: committed positions of each active row, padding of the prompt included.
+        width: tokens of each row in the pass.
+        end: where the longest row ends after the pass.
+        is_level: whether all rows have one length.
+    """
+
+    def __init__(self, cache: Cache, num_rows: int, max_length: int, prompt_mask: torch.Tensor | None):
+        self._cache = cache
+        self._originals = list(cache.layers)
+        prompt_length = int(cache.get_seq_length())
+        self.lengths = [prompt_length] * num_rows
+        self._is_batch = num_rows > 1
+        self._prompt_length = prompt_length
+        self._finished: dict[int, int] = {}
+        self._order = list(range(num_rows))
+        self._max_positions = max_length + _SLACK
+        self._real = None
+        if prompt_mask is not None and not bool((prompt_mask != 0).all()):
+            self._real = prompt_mask != 0
+        self.width, self.end, self.is_level = 0, prompt_length, True
+        self._columns: dict[torch.device, torch.Tensor] = {}
+        self._stores: dict[int | None, _Store] = {}
+        for index, layer in enumerate(self._originals):
+            if _holds_states(layer):
+                cache.layers[index] = self._take_over(layer)
+
+    def _take_over(self, layer: Any) -> "_BufferedLayer":
+        window = layer.sliding_window if layer.is_sliding and hasattr(layer, "sliding_window") else None
+        if layer.is_sliding and window is None:
+            window = layer.max_cache_len  # a static layer
+        length = self._prompt_length
+        keys, values = layer.keys, layer.values
+        if isinstance(layer, StaticLayer):
+            keys, values = (states[:, :, : min(length, states.shape[2])] for states in (keys, values))
+        else:
+            layer.keys = layer.values = None
+            layer.is_initialized = False
+        if window not in self._stores:
+            start = length - keys.shape[2]
+            self._stores[window] = _Store(start, capacity=self._capacity(window, keys.shape[2] + _SLACK))
+        store = self._stores[window]
+        taken = _BufferedLayer(self, store, window, keys, values)
+        store.layers.append(taken)
+        return taken
+
+    def _capacity(self, window: int | None, needed: int) -> int:
+        """Columns of a buffer that must hold `needed` ones: at least as many, at most twice as many."""
+        if window is not None:
+            return max(needed, 2 * (window + _SLACK))
+        return max(needed, min(2 * max(needed, 64), self._max_positions))
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether rows must be told apart in the pass: by their lengths or by their padding.
+
+        A call with one row needs nothing from here: the model gets the mask of the call itself.
+        """
+        return self._is_batch and not (self.is_level and self._real is None)
+
+    def begin(self, width: int) -> None:
+        """Before a pass over `width` tokens of each active row: makes room for them."""
+        shortest, longest = min(self.lengths), max(self.lengths)
+        self.width, self.end, self.is_level = width, longest + width, shortest == longest
+        self._columns.clear()
+        for window, store in self._stores.items():
+            if self.end - store.start > store.capacity:
+                # What no row can see any more makes room first.
+                start = store.start if window is None else max(store.start, shortest - window + 1)
+                capacity = self._capacity(window, self.end - start + _SLACK)
+                for layer in store.layers:
+                    layer.move(start - store.start, longest - start, capacity)
+                store.start, store.capacity = start, capacity
+
+    def columns(self, device: torch.device) -> torch.Tensor:
+        """`[R, width]`, where in a sequence each row's tokens of this pass belong."""
+        if device not in self._columns:
+            starts = torch.tensor(self.lengths, device=device)[:, None]
+            self._columns[device] = starts + torch.arange(self.width, device=device)
+        return self._columns[device]
+
+    def masks(self, device: torch.device, dtype: torch.dtype | None) -> Any:
+        """What each token of the pass sees: `[R, 1, width, keys]`, one for each type of layer where there are several.
+
+        Args:
+            dtype: of an additive mask; `None`: a boolean one.
+        """
+        made = {
+            "full_attention" if window is None else "sliding_attention": self._mask(window, store, device, dtype)
+            for window, store in self._stores.items()
+        }
+        return made if len(made) > 1 else next(iter(made.values()))
+
+    def _mask(self, window: int | None, store: "_Store", device: torch.device, dtype: torch.dtype | None) -> Any:
+        keys = torch.arange(store.start, self.end, device=device)
+        queries = self.columns(device)[:, :, None]
+        visible = keys <= queries
+        if window is not None:
+            visible &= keys > queries - window
+        num_prompt = self._prompt_length - store.start
+        if self._real is not None and num_prompt > 0:
+            real = self._real.to(device)[:, -num_prompt:]
+            visible[:, :, :num_prompt] &= real[:, None]
+        visible = visible[:, None]
+        if dtype is None:
+            return visible
+        mask = torch.zeros(visible.shape, dtype=dtype, device=device)
+        return mask.masked_fill_(~visible, torch.finfo(dtype).min)
+
+    def commit(self, counts: list[int], width: int) -> None:
+        """Keeps the first tokens of the last pass, of each active row as many as it says; the rest is overwritten."""
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+
+    def select(self, slots: list[int]) -> None:
+        """Keeps only some of the active rows in the batch; the others rest behind them."""
+        gone = [slot for slot in range(self.num_rows) if slot not in slots]
+        for slot in gone:
+            self._finished[self._order[slot]] = self.lengths[slot]
+        order = torch.tensor([*slots, *gone])
+        for store in self._stores.values():
+            for layer in store.layers:
+                layer.reorder(order)
+        if self._real is not None:
+            self._real = self._real[torch.tensor(slots, device=self._real.device)]
+        self._order = [self._order[slot] for slot in order.tolist()] + self._order[self.num_rows :]
+        self.lengths = [self.lengths[slot] for slot in slots]
+
+    def restore(self, is_visible: bool) -> None:
+        """Puts the cache's own layers back; where somebody sees the cache, with what plain generation leaves in it.
+
+        Behind the end of a row that is shorter than others stand zeros.
+        """
+        lengths = {**dict(zip(self._order, self.lengths, strict=False)), **self._finished}
+        by_row = [lengths[row] for row in range(len(self._order))]
+        slots = torch.tensor([self._order.index(row) for row in range(len(self._order))])
+        for index, original in enumerate(self._originals):
+            layer = self._cache.layers[index]
+            if not isinstance(layer, _BufferedLayer):
+                continue
+            self._cache.layers[index] = original
+            if is_visible:
+                layer.pour_into(original, slots, by_row)
+            else:
+                original.reset()
+        self._stores.clear()
+
+
+class _Store:
+    """What the layers of one kind have in common: which positions their columns stand for."""
+
+    def __init__(self, start: int, capacity: int):
+        self.start = start
+        self.capacity = capacity
+        self.layers: list[_BufferedLayer] = []
+
+
+class _BufferedLayer(DynamicLayer):
+    """Keys and values of one layer, `[B, kv_heads, capacity, head_dim]`; the active rows come first."""
+
+    keys: Any
+    values: Any
+
+    def __init__(
+        self, rows: BufferedRows, store: _Store, window: int | None, keys: torch.Tensor, values: torch.Tensor
+    ):
+        super().__init__()
+        self._rows = rows
+        self._store = store
+        self.device = keys.device
+        self.is_initialized = True
+        self.is_sliding = window is not None
+        self.sliding_window = window
+        self.keys, self.values = _grown(keys, store.capacity), _grown(values, store.capacity)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes `[R, kv_heads, width, head_dim]` behind each row; returns what the pass attends to, as views."""
+        rows, start = self._rows, self._store.start
+        keys, values = self.keys[: rows.num_rows], self.values[: rows.num_rows]
+        end = rows.end - start
+        if rows.is_level:
+            keys[:, :, end - rows.width : end] = key_states
+            values[:, :, end - rows.width : end] = value_states
+        else:
+            columns = rows.columns(keys.device) - start
+            index = (torch.arange(rows.num_rows, device=keys.device)[:, None], columns)
+            keys.transpose(1, 2)[index] = key_states.transpose(1, 2)
+            values.transpose(1, 2)[index] = value_states.transpose(1, 2)
+        first = 0 if rows.is_ragged else self._first_visible()
+        return keys[:, :, first:end], values[:, :, first:end]
+
+    def _first_visible(self) -> int:
+        if self.sliding_window is None:
+            return 0
+        oldest = self._rows.end - self._rows.width - self.sliding_window + 1
+        return max(oldest - self._store.start, 0)
+
+    def get_seq_length(self) -> int:
+        return self._rows.end - self._rows.width
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        offset = self._first_visible() + self._store.start
+        return self.get_seq_length() + query_length - offset, offset
+
+    def move(self, dropped: int, num_kept: int, capacity: int) -> None:
+        """Moves to buffers of another size, without the first `dropped` columns."""
+        kept = slice(dropped, dropped + num_kept)
+        self.keys = _grown(self.keys[:, :, kept], capacity)
+        self.values = _grown(self.values[:, :, kept], capacity)
+
+    def reorder(self, order: torch.Tensor) -> None:
+        """Changes the order of the first rows."""
+        for states in (self.keys, self.values):
+            states[: len(order)] = states[order.to(states.device)]
+
+    def pour_into(self, layer: Any, slots: torch.Tensor, lengths: list[int]) -> None:
+        """Fills a layer of transformers with the committed states, rows in their first order."""
+        start, longest = self._store.start, max(lengths)
+        keys, values = (
+            states[slots.to(states.device), :, : longest - start]
+            if len(lengths) > 1
+            else states[:, :, : longest - start]
+            for states in (self.keys, self.values)
+        )
+        for row, length in enumerate(lengths):
+            if length < longest:
+                keys[row, :, length - start :] = 0
+                values[row, :, length - start :] = 0
+        if isinstance(layer, StaticLayer):
+            _fill_static(layer, keys, values, longest)
+            return
+        if self.sliding_window is not None:
+            keys, values = (states[:, :, -(self.sliding_window - 1) :] for states in (keys, values))
+            layer.cumulative_length = longest
+        layer.keys, layer.values = keys.clone(), values.clone()
+        layer.is_initialized = True
+
+
+def _fill_static(layer: Any, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:
+    newest = slice(max(0, keys.shape[2] - layer.max_cache_len), None)
+    kept = keys[:, :, newest].shape[2]
+    layer.keys[:, :, :kept] = keys[:, :, newest]
+    layer.values[:, :, :kept] = values[:, :, newest]
+    layer.cumulative_length.fill_(min(length, layer.max_cache_len))
+    if hasattr(layer, "cumulative_length_int"):
+        layer.cumulative_length_int = length
+
+
+def _grown(states: torch.Tensor, capacity: int) -> torch.Tensor:
+    """`[B, heads, n, head_dim]` states at the start of a buffer of zeros (what is masked must be finite)."""
+    batch, heads, length, head_dim = states.shape
+    buffer = states.new_zeros((batch, heads, capacity, head_dim))
+    buffer[:, :, :length] = states
+    return buffer
