@@ -9,42 +9,15 @@ from typing import Any
 
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel
-from transformers.generation import CandidateGenerator, logits_process
+from transformers.generation import CandidateGenerator
 
 from .draft_cache import DraftCache
 from .modeling_dspark import DSparkDrafter
+from .processors import by_row, memoryless
 from .sampling import draw, probabilities
 from .scheduling import DraftLength, resolve_draft_length
 from .target_taps import TargetTaps
 from .vocabulary import DraftVocabularyMap
-
-# Processors that depend on nothing but the ids and scores of the moment. Only these shape the draft distribution: a
-# processor with a memory (a grammar, a watermark) must see committed tokens only. Leaving one out costs acceptance,
-# never exactness, because the distribution that is verified against is the one that was drawn from.
-STATELESS_PROCESSORS = tuple(
-    getattr(logits_process, name)
-    for name in (
-        "EpsilonLogitsWarper",
-        "EtaLogitsWarper",
-        "ExponentialDecayLengthPenalty",
-        "ForcedBOSTokenLogitsProcessor",
-        "ForcedEOSTokenLogitsProcessor",
-        "LogitNormalization",
-        "MinLengthLogitsProcessor",
-        "MinNewTokensLengthLogitsProcessor",
-        "MinPLogitsWarper",
-        "NoBadWordsLogitsProcessor",
-        "NoRepeatNGramLogitsProcessor",
-        "RepetitionPenaltyLogitsProcessor",
-        "SequenceBiasLogitsProcessor",
-        "SuppressTokensAtBeginLogitsProcessor",
-        "SuppressTokensLogitsProcessor",
-        "TemperatureLogitsWarper",
-        "TopKLogitsWarper",
-        "TopPLogitsWarper",
-        "TypicalLogitsWarper",
-    )
-)
 
 # Context that waits for the next draft: beyond this it is absorbed without one, so that a call that drafts no more
 # does not pile it up.
@@ -56,7 +29,7 @@ class Draft:
     """What one round proposes for R rows.
 
     Attributes:
-        token_ids: `[R, n]`, ids of the target, n the longest draft of the round, which may be 0; short rows are padded.
+        token_ids: `[R, n]`, ids of the target, n the longest draft of the round, maybe 0; short rows are padded.
         lengths: draft tokens of each row; `None`: n for all.
         scores: `[R, n, V]` float32 processed scores that the tokens were drawn from, over the target's vocabulary;
             `None` for a draft without chance (its distribution is one-hot).
@@ -137,9 +110,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         # Of a norm: quantization leaves norms alone, but not `fc`.
         norm: Any = drafter.hidden_norm.weight
         self._device, self._dtype = norm.device, norm.dtype
-        self._processors: Any = LogitsProcessorList(
-            p for p in logits_processor or () if type(p) in STATELESS_PROCESSORS
-        )
+        self._processors = by_row(memoryless(logits_processor or LogitsProcessorList()), num_rows)
         self._context = _WaitingContext(prompt_mask, num_rows, num_cached, self._device, self._dtype)
         self._report_confidence = report_confidence and drafter.confidence_head is not None
         self._embed = _embedding_of(drafter, target)
@@ -373,7 +344,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
                     lengths[row] = k
 
     def _score(self, logits: torch.Tensor, prefixes: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[R, Vd]` logits to what the next tokens are chosen by, and the `[R]` highest of it, finite where all is well.
+        """`[R, Vd]` logits to what the next tokens are chosen by, and its `[R]` peaks, finite where all is well.
 
         That is float32 scores over the target's vocabulary, `[R, V]`, where there is a chance or a processor; else the
         logits as they are.
@@ -383,7 +354,12 @@ class DSparkCandidateGenerator(CandidateGenerator):
         # Processors hold tensors on the device of `input_ids`.
         scores = self._vocabulary.scatter(logits.float()).to(prefixes[0].device)
         if self._processors:
-            scores = torch.cat([self._processors(p, scores[i : i + 1]) for i, p in enumerate(prefixes)])
+            scores = torch.cat(
+                [
+                    self._processors[row](p, scores[i : i + 1])
+                    for i, (row, p) in enumerate(zip(self.rows, prefixes, strict=True))
+                ]
+            )
         peak = scores.amax(dim=-1)
         # A row without a proper distribution is drawn evenly, so that it is known what it was drawn from.
         return scores.masked_fill(~torch.isfinite(peak)[:, None], 0.0), peak.to(self._device)

@@ -12,29 +12,15 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
-from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, logits_process
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from .candidate_generator import STATELESS_PROCESSORS, Draft
+from .candidate_generator import Draft
 from .outputs import StepOutputs
+from .processors import are_memoryless, by_row, read_scores_only
 from .sampling import draw, is_accepted, one_hot_scores, probabilities, residual
 from .sequences import Sequences
 
-# Processors that look at scores alone: a whole block can go through them at once.
-_SCORE_PROCESSORS = tuple(
-    getattr(logits_process, name)
-    for name in (
-        "EpsilonLogitsWarper",
-        "EtaLogitsWarper",
-        "LogitNormalization",
-        "MinPLogitsWarper",
-        "SuppressTokensLogitsProcessor",
-        "TemperatureLogitsWarper",
-        "TopKLogitsWarper",
-        "TopPLogitsWarper",
-        "TypicalLogitsWarper",
-    )
-)
 _ROW_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
 
 
@@ -53,6 +39,8 @@ class Committer:
         outputs: scores and the like, where asked for.
         active: rows that go on.
         slots: of the rows that were active in the last commit, those (by their place in it) that go on.
+        num_new_tokens: tokens of all rows so far, padding not counted.
+        num_new: of each row of the last commit, the tokens that it gained, padding not counted.
         num_accepted: of each row of the last commit, the draft tokens that joined the text.
         num_examined: of each row of the last commit, the draft tokens that were looked at.
     """
@@ -70,10 +58,13 @@ class Committer:
         self.streamer = streamer
         self.active = list(range(input_ids.shape[0]))
         self.slots = list(self.active)
+        self.num_new_tokens = 0
+        self.num_new: list[int] = []
         self.num_accepted: list[int] = []
         self.num_examined: list[int] = []
         self._config = config
         self._processors: Any = logits_processor
+        self._of_row = by_row(logits_processor, input_ids.shape[0])
         self._criteria: Any = stopping_criteria
         pad: Any = getattr(config, "_pad_token_tensor", None)
         self._pad_token_id = None if pad is None else int(pad)
@@ -85,15 +76,12 @@ class Committer:
         }
         self._is_in_step = not self._may_go_row_by_row(input_ids.shape[0])
         self._at_once = (
-            not self._is_in_step
-            and decides_at_once(input_ids.device)
-            and all(type(p) in _SCORE_PROCESSORS for p in logits_processor)
+            not self._is_in_step and decides_at_once(input_ids.device) and read_scores_only(logits_processor)
         )
 
     def _may_go_row_by_row(self, num_rows: int) -> bool:
-        row_processors = (*STATELESS_PROCESSORS, *_SCORE_PROCESSORS)
         return (
-            all(type(p) in row_processors for p in self._processors)
+            are_memoryless(self._processors)
             and all(type(c) in _ROW_CRITERIA for c in self._criteria)
             and (num_rows == 1 or self._pads or not any(type(c) is StopStringCriteria for c in self._criteria))
             and (num_rows == 1 or self.streamer is None)
@@ -109,7 +97,8 @@ class Committer:
             draft: of the same rows.
 
         Returns:
-            How many tokens each of them gained.
+            How many positions of each of them are committed: the tokens that it gained, and in step the padding of
+            a row that ended before others.
         """
         num_rows = len(self.active)
         self.num_accepted, self.num_examined = [0] * num_rows, [0] * num_rows
@@ -119,6 +108,9 @@ class Committer:
             counts = self._commit_at_once(logits, draft)
         else:
             counts = self._commit_row_by_row(logits, draft)
+        if not self._is_in_step:
+            self.num_new = counts
+        self.num_new_tokens += sum(self.num_new)
         self._stop_at_time_limit()
         if self._pads or not self._is_in_step or all(self._finished):
             self.slots = [slot for slot, row in enumerate(self.active) if not self._finished[row]]
@@ -165,12 +157,10 @@ class Committer:
     def _process_rows(self, raw: torch.Tensor, slots: list[int]) -> torch.Tensor:
         if not self._processors:
             return raw
-        if all(type(p) in _SCORE_PROCESSORS for p in self._processors):
+        if read_scores_only(self._processors):
             return self._processors(self.sequences.prefix(self.active[slots[0]]), raw)
-        scores = [
-            self._processors(self.sequences.prefix(self.active[slot]), raw[i : i + 1]) for i, slot in enumerate(slots)
-        ]
-        return torch.cat(scores)
+        rows = [self.active[slot] for slot in slots]
+        return torch.cat([self._of_row[row](self.sequences.prefix(row), raw[i : i + 1]) for i, row in enumerate(rows)])
 
     def _decide(
         self,
@@ -297,15 +287,17 @@ class Committer:
 
     def _commit_in_step(self, logits: torch.Tensor, draft: Draft) -> list[int]:
         drafted, lengths, slots = draft.token_ids.tolist(), draft.row_lengths, list(range(len(self.active)))
-        position = 0
+        self.num_new, position = [0] * len(slots), 0
         while True:
+            open_slots = [slot for slot in slots if not (self._pads and self._finished[self.active[slot]])]
             raw = self._widened(self._raw(logits, slots, position))
             scores = self._processors(self.sequences.level_ids(), raw)
             own = scores if len(slots) == len(self.sequences) else scores[self.active]
             tokens, stand = self._decide(own, draft, drafted, lengths, slots, position)
             self._append_in_step(tokens, scores, raw)
             goes_on = [not self._finished[row] or not self._pads for row in self.active]
-            for slot in slots:
+            for slot in open_slots:
+                self.num_new[slot] += 1
                 self.num_accepted[slot] += stand[slot]
                 self.num_examined[slot] += position < lengths[slot]
             position += 1

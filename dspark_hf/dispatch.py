@@ -168,7 +168,7 @@ def _move_stop_strings(target: TargetModel, arguments: dict[str, Any]) -> None:
 
 def _take_lookup(arguments: dict[str, Any]) -> int | None:
     """`prompt_lookup_num_tokens`, which alone would start transformers' own prompt lookup: here both work together."""
-    config = arguments.get("generation_config")
+    config: Any = arguments.get("generation_config")
     lookup = arguments.pop("prompt_lookup_num_tokens", None)
     if getattr(config, "prompt_lookup_num_tokens", None) is not None:
         lookup = config.prompt_lookup_num_tokens if lookup is None else lookup

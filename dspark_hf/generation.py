@@ -29,6 +29,7 @@ from .requests import cannot_crop, check_request
 from .sampling import one_hot_scores
 from .scheduling import DraftLength, Plan, RowOutcome, RowState, Schedule, new_schedule, resolve_draft_length
 from .sequences import Sequences
+from .target_attention import attending
 from .target_inputs import TargetInputs
 from .target_rows import BufferedRows, CroppedRows, can_roll_back, open_rows
 from .target_taps import skips_prompt_positions
@@ -169,7 +170,7 @@ class _Decoding:
         return self.committer.sequences
 
     def run(self, synced_gpus: bool) -> GenerateDecoderOnlyOutput | torch.Tensor:
-        started, prompt_length = self.clock.now(), self.sequences.prompt_length
+        started = self.clock.now()
         try:
             self.prefill()
             prefilled = self.clock.now()
@@ -188,7 +189,7 @@ class _Decoding:
                 self.rows.restore(bool(is_visible))
             for trace in self.traces:
                 trace.seconds += self.clock.now() - started
-                trace.num_new_tokens += sum(length - prompt_length for length in self.sequences.lengths)
+                trace.num_new_tokens += self.committer.num_new_tokens
         if self.committer.streamer is not None:
             self.committer.streamer.end()
         return self.committer.result(get_cache(self.inputs.model_kwargs))
@@ -226,7 +227,7 @@ class _Decoding:
         counts = committer.commit(outputs.logits[:, -1 - draft.length :], draft)
         if committer.outputs.are_wanted:
             committer.outputs.add_pass(
-                outputs, counts[0], active, self.model, get_cache(self.inputs.model_kwargs), self._has_static_keys
+                outputs, counts[0], active, self.model, get_cache(self.inputs.model_kwargs), self.rows.static_length
             )
         self.rows.commit(counts, 1 + draft.length)
         self.generator.commit(counts)
@@ -237,7 +238,9 @@ class _Decoding:
         if self.traces:
             times: dict[str, Any] = {"draft_seconds": drafted - started, "verify_seconds": verified - drafted}
             times |= {"chain_seconds": draft.chain_seconds, "seconds": clock.now() - started}
-            record = _record(plan, draft, active, counts, committer.num_accepted, len(self.sequences) > 1, times)
+            record = _record(
+                plan, draft, active, committer.num_new, committer.num_accepted, len(self.sequences) > 1, times
+            )
             for trace in self.traces:
                 trace.rounds.append(record)
 
@@ -266,7 +269,7 @@ class _Decoding:
             input_ids = torch.cat((self.sequences.anchors(active)[:, None], draft.token_ids), dim=-1)
         self.rows.begin(width)
         inputs = self.inputs.of_pass(self.rows, input_ids, width)
-        with self.generator.listening():
+        with self.generator.listening(), attending("packed"):
             return self.model(**inputs, return_dict=True)
 
     def _goes_on(self, synced_gpus: bool) -> bool:
@@ -315,10 +318,6 @@ class _Decoding:
             return ids
         real = (prompt_mask[:, -len(ids[0]) :] != 0).tolist()
         return [[token for token, is_real in zip(*row, strict=True) if is_real] for row in zip(ids, real, strict=True)]
-
-    @property
-    def _has_static_keys(self) -> bool:
-        return bool(get_cache(self.inputs.model_kwargs).is_compileable)
 
     def _keep_peers_company(self) -> None:
         # Sharded parameters are gathered by all processes together: one pass for each of theirs.

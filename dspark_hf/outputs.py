@@ -46,13 +46,13 @@ class StepOutputs:
             self.attentions += (outputs.attentions,)
 
     def add_pass(
-        self, outputs: Any, num_new: int, rows: list[int], model: TargetModel, cache: Cache, has_static_keys: bool
+        self, outputs: Any, num_new: int, rows: list[int], model: TargetModel, cache: Cache, static_length: int | None
     ) -> None:
         """Splits a pass over R active rows into one entry per new token.
 
         Args:
             rows: which rows of the batch the active ones are.
-            has_static_keys: the same keys for every query.
+            static_length: keys that plain generation has in every pass, with a static cache.
         """
         if self.hidden_states is not None:
             self.hidden_states += tuple(
@@ -63,7 +63,7 @@ class StepOutputs:
             windows = _windows(model, cache, len(outputs.attentions))
             self.attentions += tuple(
                 tuple(
-                    None if w is None else self._widened(_attention_row(w, i, window, has_static_keys), rows)
+                    None if w is None else self._widened(_attention_row(w, i, window, static_length), rows)
                     for w, window in zip(outputs.attentions, windows, strict=True)
                 )
                 for i in range(num_new)
@@ -87,10 +87,11 @@ class StepOutputs:
         )
 
 
-def _attention_row(weights: torch.Tensor, row: int, window: int | None, has_static_keys: bool) -> torch.Tensor:
-    """Row of `[R, heads, queries, keys]`, cut to the keys that a one-token pass would have had."""
-    if has_static_keys:
-        return weights[:, :, row : row + 1]
+def _attention_row(weights: torch.Tensor, row: int, window: int | None, static_length: int | None) -> torch.Tensor:
+    """Row of `[R, heads, queries, keys]`, cut (or filled up) to the keys that a one-token pass would have had."""
+    if static_length is not None and (window is None or weights.shape[-1] == static_length):
+        num_missing = static_length - weights.shape[-1]
+        return torch.nn.functional.pad(weights[:, :, row : row + 1], (0, num_missing))
     end = weights.shape[-1] - (weights.shape[-2] - 1 - row)
     start = 0 if window is None else max(0, end - window)
     return weights[:, :, row : row + 1, start:end]

@@ -1,5 +1,6 @@
 """Which calls of `generate` the decoding loop takes, and what it says to the others, before any work."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from transformers.generation import GenerationMode
 
 from ._compat import CHUNKS_PART_FILLED_CACHE, TargetModel, get_cache
 from .errors import UnsupportedGenerationError
-from .target_rows import can_roll_back
+from .target_rows import can_roll_back, layer_windows
 
 
 def check_request(
@@ -19,7 +20,7 @@ def check_request(
     Raises:
         UnsupportedGenerationError: the message says what to do instead.
     """
-    problem = _unsupported_setting(config) or _unsupported_inputs(input_ids, model_kwargs)
+    problem = _unsupported_setting(config) or _unsupported_inputs(model, input_ids, model_kwargs)
     if problem is not None:
         raise UnsupportedGenerationError(problem)
     cache = get_cache(model_kwargs)
@@ -62,9 +63,29 @@ def _unsupported_setting(config: GenerationConfig) -> str | None:
     return None
 
 
-def _unsupported_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> str | None:
+def _unsupported_inputs(model: TargetModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> str | None:
     if model_kwargs.get("inputs_embeds") is not None:
         return "A DSpark drafter needs to know the tokens: pass `input_ids` instead of `inputs_embeds`."
+    return None if input_ids.shape[0] == 1 else _unsupported_batch(model)
+
+
+def _unsupported_batch(model: TargetModel) -> str | None:
+    """Rows of different lengths need masks and positions of their own, which not every model takes."""
+    remedy = "Call `generate` for each prompt, or leave out `assistant_model` for batches."
+    attention = model.config._attn_implementation
+    if attention not in ("sdpa", "eager"):
+        return (
+            f"A DSpark drafter takes batches of models with `attn_implementation` 'sdpa' or 'eager': {attention!r} has "
+            f"no room for rows of different lengths. {remedy}"
+        )
+    strange = set(layer_windows(model)) - {"full_attention", "sliding_attention"}
+    if strange:
+        return (
+            f"A DSpark drafter takes batches of models with full and sliding attention; {type(model).__name__} has "
+            f"{', '.join(sorted(strange))}. {remedy}"
+        )
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return f"A DSpark drafter takes no batches of {type(model).__name__}, which has no `position_ids`. {remedy}"
     return None
 
 

@@ -12,7 +12,7 @@ from transformers.generation.candidate_generator import (
 )
 
 from ._compat import TargetModel
-from .target_rows import BufferedRows, CroppedRows
+from .target_rows import BufferedRows, CroppedRows, layer_windows
 
 # What a batch makes for itself, because each row has its own length.
 _PER_ROW = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
@@ -75,7 +75,8 @@ class TargetInputs:
         if rows.is_ragged:
             assert isinstance(rows, BufferedRows)
             is_eager = self.model.config._attn_implementation == "eager"
-            inputs["attention_mask"] = rows.masks(self.model.device, self.model.dtype if is_eager else None)
+            dtype = self.model.dtype if is_eager else None
+            inputs["attention_mask"] = rows.masks(layer_windows(self.model), self.model.device, dtype)
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = width
         return inputs

@@ -14,7 +14,7 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
-from ._compat import is_croppable, stop_recording_past
+from ._compat import TargetModel, is_croppable, stop_recording_past
 
 # Draft tokens behind the longest row that a buffer has room for without growing.
 _SLACK = 16
@@ -53,6 +53,16 @@ def _holds_states(layer: Any) -> bool:
     return layer.is_initialized and layer.keys is not None
 
 
+def layer_windows(model: TargetModel) -> dict[str, int | None]:
+    """The types of attention layers of a model, and the window of each; `None` for full attention."""
+    config = model.config.get_text_config(decoder=True)
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:
+        layer_types = ["full_attention" if window is None else "sliding_attention"]
+    return {name: window if name == "sliding_attention" else None for name in dict.fromkeys(layer_types)}
+
+
 class CroppedRows:
     """One row in a cache of the caller's, cropped after each pass."""
 
@@ -61,6 +71,8 @@ class CroppedRows:
     def __init__(self, cache: Cache):
         self._cache = cache
         self.lengths = [int(cache.get_seq_length())]
+        layers: Any = cache.layers
+        self.static_length = layers[0].max_cache_len if cache.is_compileable else None
         # Only now: while it records, a sliding-window cache would hold a long prompt in full.
         cache.activate_past_recording()
 
@@ -139,6 +151,11 @@ class BufferedRows:
         return max(needed, min(2 * max(needed, 64), self._max_positions))
 
     @property
+    def static_length(self) -> int | None:
+        """Keys of the static cache that waits outside, if one does."""
+        return next((o.max_cache_len for o in self._originals if type(o) is StaticLayer), None)
+
+    @property
     def num_rows(self) -> int:
         return len(self.lengths)
 
@@ -171,15 +188,17 @@ class BufferedRows:
             self._columns[device] = starts + torch.arange(self.width, device=device)
         return self._columns[device]
 
-    def masks(self, device: torch.device, dtype: torch.dtype | None) -> Any:
+    def masks(self, windows: dict[str, int | None], device: torch.device, dtype: torch.dtype | None) -> Any:
         """What each token of the pass sees: `[R, 1, width, keys]`, one for each type of layer where there are several.
 
         Args:
+            windows: of each type of layer of the model; `None` for full attention.
             dtype: of an additive mask; `None`: a boolean one.
         """
         made = {
-            "full_attention" if window is None else "sliding_attention": self._mask(window, store, device, dtype)
-            for window, store in self._stores.items()
+            # A cache that knows nothing of windows keeps everything.
+            name: self._mask(window, self._stores.get(window) or self._stores[None], device, dtype)
+            for name, window in windows.items()
         }
         return made if len(made) > 1 else next(iter(made.values()))
 

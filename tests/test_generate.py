@@ -86,7 +86,6 @@ class TestRefusals:
                 {"use_cache": False},
                 "A DSpark drafter needs `use_cache=True`: verification continues from the target's cache.",
             ),
-            ({"prompt_lookup_num_tokens": 3}, RIVAL.format("prompt_lookup_num_tokens")),
             ({"assistant_early_exit": 2}, RIVAL.format("assistant_early_exit")),
             (
                 {"assistant_ensemble_weight": 0.5},

@@ -1,0 +1,218 @@
+"""How the target's attention runs inside the passes that verify a draft.
+
+With grouped queries, transformers copies every key and value once per query head as soon as a pass has a mask, so as
+soon as it has several tokens: at long context a verification pass spends most of its time there. Folding the query
+heads of a group into the query length (`[B, H, W, D]` to `[B, Hkv, H / Hkv * W, D]`) gives the same result without a
+copy. On CPU, it also keeps half precision away from the slow kernel for a single query row.
+
+The models ask `ALL_ATTENTION_FUNCTIONS` for their "sdpa" function, which is shared by all of them, so the override
+that stands there while a block of `attending` is open hands every other caller on to the function of transformers.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from threading import Lock
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+AttentionMode = Literal["packed"]
+
+# Longer chunks are bound by arithmetic, and their mask, tiled over a group, would outgrow the copies that it saves.
+_MAX_PACKED_QUERIES = 128
+# Full and sliding attention, with room for another; where devices differ, every layer is given a copy of its own.
+_MAX_SHARED_MASKS = 4
+
+_lock = Lock()
+_num_open = 0
+
+
+class _Attention:
+    """One block of `attending`: its mode, and the masks that its passes share between their layers."""
+
+    def __init__(self, mode: AttentionMode):
+        self.mode = mode
+        self._packed_masks: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def packed_mask(self, mask: torch.Tensor, query: torch.Tensor, num_groups: int) -> torch.Tensor:
+        """`_packed_mask`, made once for all the layers that were given the same mask."""
+        key = id(mask), num_groups, query.shape[2], query.dtype
+        if key not in self._packed_masks:
+            if len(self._packed_masks) >= _MAX_SHARED_MASKS:
+                self._packed_masks.clear()
+            # The mask is kept beside its packed form, or another one could come to stand at its address.
+            self._packed_masks[key] = mask, _packed_mask(mask, query, num_groups)
+        return self._packed_masks[key][1]
+
+
+_attending: ContextVar[_Attention | None] = ContextVar("dspark_hf_target_attention", default=None)
+
+
+@contextmanager
+def attending(mode: AttentionMode) -> Iterator[None]:
+    """Runs the "sdpa" attention of every pass made inside, in this thread or task only, in our way.
+
+    Results equal those of transformers up to rounding. Whatever we have no better way for (training, prefill, flash
+    and eager attention, position biases, other devices than CPU and CUDA, `torch.compile`) runs as it always does,
+    and so does everything if somebody else has put a function of his own in the place of "sdpa".
+
+    Open one block per pass: masks must not change inside.
+
+    Args:
+        mode: "packed" attends without copying keys and values for grouped queries.
+    """
+    token = _attending.set(_Attention(mode))
+    _open()
+    try:
+        yield
+    finally:
+        _close()
+        _attending.reset(token)
+
+
+def _open() -> None:
+    global _num_open
+    with _lock:
+        _num_open += 1
+        if ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward:
+            ALL_ATTENTION_FUNCTIONS["sdpa"] = _sdpa
+
+
+def _close() -> None:
+    global _num_open
+    with _lock:
+        _num_open -= 1
+        # Who put something else there meanwhile keeps it.
+        if _num_open == 0 and ALL_ATTENTION_FUNCTIONS["sdpa"] is _sdpa:
+            del ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+
+def _sdpa(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The function that stands for "sdpa" while a block is open; the arguments are those of transformers' own.
+
+    Args:
+        query: `[B, H, W, D]`.
+        key: `[B, Hkv, L, D]`, a view of a larger buffer or not.
+        value: `[B, Hkv, L, D]`.
+        attention_mask: `None`, or `[B or 1, H or 1, W or 1, L]`: boolean (true: attend) or added to the scores.
+
+    Returns `[B, W, H, D]` and `None`.
+    """
+    stock = _stock()
+    # The compiler cannot read a context variable.
+    attention = None if torch.compiler.is_compiling() else _attending.get()
+    if (
+        attention is None
+        or stock is not sdpa_attention_forward
+        or args
+        or not _is_plain(module, query, key, value, attention_mask, kwargs)
+        or not _is_worth_packing(query, key, attention_mask)
+    ):
+        return stock(module, query, key, value, attention_mask, *args, **kwargs)
+    return _packed(attention, query, key, value, attention_mask, kwargs.get("scaling")), None
+
+
+def _stock() -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    # A new interface knows what is registered for everybody, without the overrides of the shared one.
+    return AttentionInterface()["sdpa"]
+
+
+def _is_plain(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    kwargs: dict[str, Any],
+) -> bool:
+    """Whether the call is the causal grouped-query attention of a decoder, with nothing that we do not know."""
+    num_groups = getattr(module, "num_key_value_groups", None)
+    return (
+        isinstance(num_groups, int)
+        and query.device.type in ("cpu", "cuda")
+        and not (torch.is_grad_enabled() and query.requires_grad)
+        and query.shape[1] == num_groups * key.shape[1]
+        and query.shape[-1] == key.shape[-1]
+        and key.shape == value.shape
+        and query.shape[0] == key.shape[0]
+        and kwargs.get("is_causal") in (None, True)
+        and getattr(module, "is_causal", True) is True
+        and not kwargs.get("dropout")
+        and not kwargs.get("output_attentions")
+        and all(kwargs.get(name) is None for name in ("position_bias", "softcap", "s_aux"))
+        and (mask is None or _is_plain_mask(mask, query, key))
+    )
+
+
+def _is_plain_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> bool:
+    batch_size, num_heads, num_queries, _ = query.shape
+    return (
+        mask.dim() == 4
+        and mask.shape[0] in (1, batch_size)
+        and mask.shape[1] in (1, num_heads)
+        and mask.shape[2] in (1, num_queries)
+        and mask.shape[3] == key.shape[2]
+        and (mask.dtype == torch.bool or mask.is_floating_point())
+    )
+
+
+def _is_worth_packing(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    num_queries = query.shape[2]
+    if query.shape[1] == key.shape[1] or num_queries > _MAX_PACKED_QUERIES:
+        return False
+    if mask is not None:
+        return True
+    # Several queries without a mask are causal from the first key on, a prefill, and the flash kernels of CUDA know
+    # grouped queries. On CPU, one row takes a slow matrix product in half precision; in float32, a fast one.
+    return num_queries == 1 and query.device.type == "cpu" and query.dtype != torch.float32
+
+
+def _packed(
+    attention: _Attention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Attention with the query heads of a group as rows of one head: `[B, W, H, D]`."""
+    batch_size, num_heads, num_queries, head_dim = query.shape
+    num_groups = num_heads // key.shape[1]
+    rows = query.reshape(batch_size, key.shape[1], num_groups * num_queries, head_dim)
+    if mask is not None:
+        mask = attention.packed_mask(mask, query, num_groups)
+    output = scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
+    return output.reshape(batch_size, num_heads, num_queries, head_dim).transpose(1, 2).contiguous()
+
+
+def _packed_mask(mask: torch.Tensor, query: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """The mask of the packed rows, `[B or 1, Hkv or 1, H / Hkv * W, L]`, to be added to the scores.
+
+    PyTorch turns a boolean mask into such a one in every call, and pads it to an even number of bytes for CUDA's
+    kernels: both are done here, once for all layers.
+    """
+    batch_size, num_heads, _, num_keys = mask.shape
+    num_queries = query.shape[2]
+    groups = (1, num_groups) if num_heads == 1 else (num_heads // num_groups, num_groups)
+    rows = mask.expand(-1, -1, num_queries, -1)
+    rows = rows.reshape(batch_size, groups[0], -1, num_queries, num_keys).expand(-1, -1, num_groups, -1, -1)
+    shape = (batch_size, groups[0], num_groups * num_queries, num_keys)
+    dtype = query.dtype if mask.dtype == torch.bool else mask.dtype
+    packed = torch.empty(*shape[:3], -(-num_keys // 16) * 16, dtype=dtype, device=mask.device)[..., :num_keys]
+    if mask.dtype == torch.bool:
+        packed.zero_()
+        return packed.masked_fill_(~rows.reshape(shape), -torch.inf)
+    return packed.copy_(rows.reshape(shape))

@@ -1,0 +1,278 @@
+"""The target's attention inside verification passes: equal to transformers' own, and nobody else's."""
+
+import threading
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import kit
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from dspark_hf import target_attention
+from dspark_hf._compat import CACHE_NAME
+from dspark_hf.target_attention import attending
+
+
+def attention_layer(num_groups, **attributes):
+    return SimpleNamespace(num_key_value_groups=num_groups, is_causal=True, **attributes)
+
+
+def states(batch_size, num_heads, num_key_value_heads, num_queries, num_keys, head_dim=16, dtype=torch.float32):
+    """Random queries as projections leave them, and keys and values as views of larger buffers."""
+    generator = torch.Generator().manual_seed(num_queries * 1000 + num_keys)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    query = random(batch_size, num_queries, num_heads, head_dim).transpose(1, 2)
+    buffer = (batch_size, num_key_value_heads, num_keys + 5, head_dim)
+    return query, random(*buffer)[:, :, :num_keys], random(*buffer)[:, :, :num_keys]
+
+
+def masks(batch_size, num_heads, num_queries, num_keys):
+    """Every kind of mask that a pass may bring, by name."""
+    causal = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)[None, None]
+    padded = causal.repeat(batch_size, 1, 1, 1)
+    padded[0, :, :, :2] = False
+    added = torch.zeros(padded.shape).masked_fill(~padded, torch.finfo(torch.float32).min)
+    added[..., 3] += 0.5
+    by_head = added.repeat(1, num_heads, 1, 1) + torch.arange(num_heads)[:, None, None] * torch.eye(num_keys)[5]
+    return {
+        "shared": causal,
+        "by_row": padded,
+        "added": added,
+        "by_head": by_head,
+        "keys_only": padded[:, :, -1:],
+        "keys_only_by_head": by_head[:, :, -1:],
+    }
+
+
+def stock(*args, **kwargs):
+    return sdpa_attention_forward(*args, **kwargs)[0]
+
+
+def ours(layer, query, key, value, mask, mode="packed", **kwargs):
+    with attending(mode):
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](layer, query, key, value, mask, **kwargs)
+
+
+class TestPacked:
+    @pytest.mark.parametrize("num_queries", [1, 2, 7])
+    @pytest.mark.parametrize("heads", [(4, 2), (6, 1), (4, 4)], ids=["grouped", "one_key_head", "ungrouped"])
+    @pytest.mark.parametrize("kind", ["shared", "by_row", "added", "by_head", "keys_only", "keys_only_by_head"])
+    def test_masked_attention_equals_transformers_own(self, kind, heads, num_queries):
+        mask = masks(2, heads[0], num_queries, 19)[kind]
+        query, key, value = states(2, *heads, num_queries, 19)
+        layer = attention_layer(heads[0] // heads[1])
+        output, weights = ours(layer, query, key, value, mask, scaling=0.3)
+        expected = stock(layer, query, key, value, mask, scaling=0.3)
+        assert weights is None
+        assert output.shape == expected.shape and output.is_contiguous()
+        torch.testing.assert_close(output, expected)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("num_queries", [1, 19])
+    def test_attention_without_a_mask_equals_transformers_own(self, num_queries, dtype):
+        query, key, value = states(2, 4, 2, num_queries, 19, dtype=dtype)
+        output, _ = ours(attention_layer(2), query, key, value, None)
+        expected = stock(attention_layer(2), query, key, value, None)
+        torch.testing.assert_close(output, expected)
+
+    def test_keys_are_not_copied(self):
+        query, key, value = states(1, 4, 2, 3, 19)
+        with patch.object(target_attention, "scaled_dot_product_attention", wraps=torch.empty) as kernel:
+            kernel.side_effect = lambda query, key, value, **_: query
+            ours(attention_layer(2), query, key, value, masks(1, 4, 3, 19)["shared"])
+        _, seen_key, seen_value = kernel.call_args.args
+        assert seen_key is key and seen_value is value
+
+    def test_layers_share_one_packed_mask(self):
+        query, key, value = states(1, 4, 2, 3, 19)
+        mask, other = (masks(1, 4, 3, 19)[kind] for kind in ("shared", "by_row"))
+        with (
+            attending("packed"),
+            patch.object(target_attention, "_packed_mask", wraps=target_attention._packed_mask) as packed_mask,
+        ):
+            for given in (mask, other, mask, other):
+                output, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](attention_layer(2), query, key, value, given)
+                torch.testing.assert_close(output, stock(attention_layer(2), query, key, value, given))
+        assert packed_mask.call_count == 2
+
+    def test_masks_of_many_shapes_do_not_pile_up(self):
+        with attending("packed"):
+            for num_keys in range(19, 40):
+                query, key, value = states(1, 4, 2, 3, num_keys)
+                mask = masks(1, 4, 3, num_keys)["shared"]
+                output, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](attention_layer(2), query, key, value, mask)
+                torch.testing.assert_close(output, stock(attention_layer(2), query, key, value, mask))
+            attention = target_attention._attending.get()
+            assert len(attention._packed_masks) <= 4
+
+
+class TestHandedOn:
+    """Calls that we do not know better reach transformers' function with all their arguments."""
+
+    @pytest.mark.parametrize(
+        ("layer", "kwargs"),
+        [
+            ({}, {"dropout": 0.5}),
+            ({}, {"is_causal": False}),
+            ({"is_causal": False}, {}),
+            ({}, {"position_bias": torch.zeros(1, 4, 3, 19)}),
+            ({}, {"softcap": 30.0}),
+            ({}, {"s_aux": torch.zeros(4)}),
+            ({}, {"output_attentions": True}),
+            ({"num_key_value_groups": None}, {}),
+            ({"num_key_value_groups": 4}, {}),
+        ],
+        ids=lambda given: "-".join(given) or "plain",
+    )
+    def test_unknown_arguments(self, layer, kwargs):
+        query, key, value = states(1, 4, 2, 3, 19)
+        layer = SimpleNamespace(**{"num_key_value_groups": 2, "is_causal": True, **layer})
+        self.assert_handed_on(layer, query, key, value, masks(1, 4, 3, 19)["shared"], kwargs)
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda q, k, v, m: (q, k, v[..., :8], m),
+            lambda q, k, v, m: (q, k, v, m[..., :1]),
+            lambda q, k, v, m: (q, k, v, m[0]),
+            lambda q, k, v, m: (q.requires_grad_(), k, v, m),
+            lambda q, k, v, m: (q.repeat(1, 1, 50, 1), k, v, m.repeat(1, 1, 50, 1)),
+            lambda q, k, v, m: (q, k[:, :, :3], v[:, :, :3], None),
+        ],
+        ids=["value_dim", "mask_length", "mask_dims", "training", "long_chunk", "prefill"],
+    )
+    def test_other_shapes(self, change):
+        given = change(*states(1, 4, 2, 3, 19), masks(1, 4, 3, 19)["shared"])
+        self.assert_handed_on(attention_layer(2), *given, {})
+
+    def assert_handed_on(self, layer, query, key, value, mask, kwargs):
+        marker = object()
+        with (
+            patch.object(target_attention, "sdpa_attention_forward", return_value=marker) as stock,
+            patch.dict(target_attention.AttentionInterface._global_mapping, sdpa=stock),
+        ):
+            assert ours(layer, query, key, value, mask, scaling=0.3, **kwargs) is marker
+        stock.assert_called_once_with(layer, query, key, value, mask, scaling=0.3, **kwargs)
+
+
+def pass_after_prefill(target, num_tokens, mode):
+    """Logits of a pass over `num_tokens` tokens behind the prompt of the kit."""
+    ids = torch.tensor([[*kit.PROMPT, *range(1, num_tokens + 1)]])
+    cache = DynamicCache(config=target.config)
+    with torch.no_grad():
+        target(ids[:, : len(kit.PROMPT)], **{CACHE_NAME: cache})
+        if mode is None:
+            return target(ids[:, len(kit.PROMPT) :], **{CACHE_NAME: cache}).logits
+        with attending(mode):
+            return target(ids[:, len(kit.PROMPT) :], **{CACHE_NAME: cache}).logits
+
+
+class TestModels:
+    @pytest.mark.parametrize("num_tokens", [1, 5])
+    @pytest.mark.parametrize("family", kit.FAMILIES)
+    def test_a_pass_equals_the_stock_pass(self, family, num_tokens):
+        target = kit.target(family)
+        torch.testing.assert_close(
+            pass_after_prefill(target, num_tokens, "packed"), pass_after_prefill(target, num_tokens, None)
+        )
+
+    def test_other_implementations_are_left_alone(self):
+        target = kit.target("llama", attn_implementation="eager")
+        assert torch.equal(pass_after_prefill(target, 5, "packed"), pass_after_prefill(target, 5, None))
+
+
+class TestOverride:
+    """The function in the shared interface is there while a block is open, and in nobody's way."""
+
+    def test_it_goes_with_the_last_block(self):
+        with attending("packed"):
+            with attending("packed"):
+                pass
+            assert ALL_ATTENTION_FUNCTIONS["sdpa"] is target_attention._sdpa
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
+        assert "sdpa" not in ALL_ATTENTION_FUNCTIONS._local_mapping
+
+    def test_it_goes_with_an_error(self):
+        with pytest.raises(ZeroDivisionError), attending("packed"):
+            raise ZeroDivisionError
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
+        assert target_attention._attending.get() is None
+
+    def test_somebody_elses_override_stays(self):
+        def theirs():
+            pass
+
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = theirs
+        try:
+            with attending("packed"):
+                assert ALL_ATTENTION_FUNCTIONS["sdpa"] is theirs
+            assert ALL_ATTENTION_FUNCTIONS["sdpa"] is theirs
+        finally:
+            del ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def test_an_override_that_comes_meanwhile_stays_and_may_call_on(self):
+        query, key, value = states(1, 4, 2, 3, 19)
+        mask = masks(1, 4, 3, 19)["shared"]
+        try:
+            with attending("packed"):
+                before = ALL_ATTENTION_FUNCTIONS["sdpa"]
+                ALL_ATTENTION_FUNCTIONS["sdpa"] = theirs = lambda *args: before(*args)
+            assert ALL_ATTENTION_FUNCTIONS["sdpa"] is theirs
+            with attending("packed"):
+                output, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](attention_layer(2), query, key, value, mask)
+            torch.testing.assert_close(output, stock(attention_layer(2), query, key, value, mask))
+            ALL_ATTENTION_FUNCTIONS["sdpa"] = before
+            with attending("packed"):
+                pass
+            assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
+        finally:
+            ALL_ATTENTION_FUNCTIONS._local_mapping.pop("sdpa", None)
+
+    def test_a_registered_function_is_used_by_everybody(self):
+        marker = object()
+        query, key, value = states(1, 4, 2, 3, 19)
+        with patch.dict(target_attention.AttentionInterface._global_mapping, sdpa=lambda *args, **kwargs: marker):
+            assert ours(attention_layer(2), query, key, value, None) is marker
+        with (
+            attending("packed"),
+            patch.dict(target_attention.AttentionInterface._global_mapping, sdpa=lambda *args, **kwargs: marker),
+        ):
+            assert ours(attention_layer(2), query, key, value, None) is marker
+
+    def test_other_threads_are_untouched(self):
+        target, results = kit.target(), {}
+        expected = pass_after_prefill(target, 5, None)
+        inside, done = threading.Event(), threading.Event()
+
+        def other():
+            inside.wait(60)
+            with patch.object(target_attention, "_packed", side_effect=AssertionError("packed in another thread")):
+                results["other"] = pass_after_prefill(target, 5, None)
+            done.set()
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        with attending("packed"):
+            inside.set()
+            assert done.wait(60)
+        thread.join()
+        assert torch.equal(results["other"], expected)
+
+    def test_compiled_passes_keep_transformers_attention(self):
+        query, key, value = states(1, 4, 2, 3, 19)
+        mask = masks(1, 4, 3, 19)["shared"]
+
+        @torch.compile(backend="eager", fullgraph=True)
+        def attend(query, key, value):
+            return ALL_ATTENTION_FUNCTIONS["sdpa"](layer, query, key, value, mask)[0]
+
+        layer = attention_layer(2)
+        with torch.no_grad(), attending("packed"):
+            output = attend(query, key, value)
+        assert torch.equal(output, stock(layer, query, key, value, mask))
