@@ -242,14 +242,13 @@ class Committer:
         on_host = torch.cat((num_accepted[:, None], block), dim=1).tolist()
         for slot, (accepted, *tokens) in enumerate(on_host):
             row, kept = self.active[slot], 0
-            for token in tokens[: accepted + 1]:
-                self.sequences.lengths[row] += 1
+            start = self.sequences.lengths[row]
+            self.sequences.append(row, block[slot, : accepted + 1])
+            while kept <= accepted and not self._finished[row]:
                 kept += 1
-                self._finished[row] = self._stops(row, token)
-                if self._finished[row]:
-                    break
-            self.sequences.lengths[row] -= kept
-            self.sequences.append(row, block[slot, :kept])
+                # A criterion sees each prefix, and nothing behind it.
+                self.sequences.lengths[row] = start + kept
+                self._finished[row] = self._stops(row, tokens[kept - 1])
             counts[slot] = kept
             self.num_accepted[slot] = min(accepted, kept)
             self.num_examined[slot] = min(accepted + 1, draft.row_lengths[slot])

@@ -111,21 +111,46 @@ class Verdict:
 
 def load_pair(settings: PairSettings, report: Callable[[str], None] = print) -> Pair:
     """Opens the target, its tokenizer and the drafter; fetches the demo's target where no other one is named."""
-    device = _check_device(settings.device) if settings.device else _default_device()
-    # Both before anything is loaded: a misspelled drafter should not cost the loading of the target.
+    check_sources(settings)
+    target, tokenizer = load_target(settings, report)
+    return Pair(target, tokenizer, load_drafter(settings))
+
+
+def check_sources(settings: PairSettings) -> None:
+    """Refuses what cannot work before anything is loaded: a misspelled drafter should not cost the target's loading.
+
+    Raises:
+        ValueError: this torch cannot use `--device`.
+        OSError: a folder is not there, or a drafter stands in the target's place.
+    """
+    resolve_device(settings)
     _check_source("--target", settings.target)
     _check_source("--drafter", settings.drafter)
+
+
+def load_target(
+    settings: PairSettings, report: Callable[[str], None] = print
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Opens the target and its tokenizer; fetches the demo's target where no other one is named."""
     source: Any = settings.target or fetch_demo_target(report)
-    dtype = getattr(torch, settings.dtype)
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=settings.gguf_file)
-    target = AutoModelForCausalLM.from_pretrained(source, gguf_file=settings.gguf_file, dtype=dtype, device_map=device)
-    drafter = DSparkDrafter.from_pretrained(settings.drafter or DRAFTER_FOLDER, dtype=dtype, device_map=device)
-    return Pair(target.eval(), tokenizer, drafter.eval())
+    target = AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=settings.gguf_file, dtype=getattr(torch, settings.dtype), device_map=resolve_device(settings)
+    )
+    return target.eval(), tokenizer
 
 
-def target_name(pair: Pair, settings: PairSettings) -> str:
+def load_drafter(settings: PairSettings) -> DSparkDrafter:
+    """Opens the drafter that is named, or the one of this package."""
+    drafter = DSparkDrafter.from_pretrained(
+        settings.drafter or DRAFTER_FOLDER, dtype=getattr(torch, settings.dtype), device_map=resolve_device(settings)
+    )
+    return drafter.eval()
+
+
+def target_name(target: PreTrainedModel, settings: PairSettings) -> str:
     """What the target is, without this machine's paths."""
-    return settings.target or describe_demo_target(Path(str(pair.target.name_or_path)))
+    return settings.target or describe_demo_target(Path(str(target.name_or_path)))
 
 
 def drafter_name(settings: PairSettings) -> str:
@@ -146,16 +171,21 @@ def _check_source(option: str, source: str | None) -> None:
         raise OSError(f"{option}: {source} holds a drafter. Pass it as --drafter, and the model it drafts for here.")
 
 
-def _check_device(device: str) -> str:
-    """Raises `ValueError` for a device that this torch cannot use."""
-    available = {"cpu", _default_device()}
-    if torch.device(device).type not in available:
-        raise ValueError(f"--device is {device}, but this torch can use {' and '.join(sorted(available))} only")
-    return device
+def resolve_device(settings: PairSettings) -> str:
+    """Where both models go.
 
-
-def _default_device() -> str:
-    return str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
+    Raises:
+        ValueError: this torch cannot use `--device`.
+    """
+    default = str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
+    if settings.device is None:
+        return default
+    available = {"cpu", default}
+    if torch.device(settings.device).type not in available:
+        raise ValueError(
+            f"--device is {settings.device}, but this torch can use {' and '.join(sorted(available))} only"
+        )
+    return settings.device
 
 
 def encode_prompt(pair: Pair, prompt: str) -> BatchEncoding:

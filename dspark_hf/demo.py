@@ -63,7 +63,7 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> bool:
     console = console or Console()
     pair = load_pair(settings, report=partial(console.print, style="dim", markup=False, highlight=False))
     prompts = PROMPTS if settings.prompt is None else {f"prompt {i}": p for i, p in enumerate(settings.prompt, 1)}
-    console.print(f"target {target_name(pair, settings)}, drafter {drafter_name(settings)}", style="dim")
+    console.print(f"target {target_name(pair.target, settings)}, drafter {drafter_name(settings)}", style="dim")
     warm_up(pair, encode_prompt(pair, "Hello!"))
     comparisons = [_compare(pair, name, prompt, settings, console) for name, prompt in prompts.items()]
     console.print(_table(comparisons, settings))

@@ -28,11 +28,16 @@ from transformers import (
     TextStreamer,
     pipeline,
 )
-from transformers.cache_utils import StaticLayer
 from transformers.generation import MaxTimeCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from dspark_hf import DSparkDrafter, SpeculativeDecoding, Trace, UnsupportedGenerationError, committing
+from dspark_hf import (
+    DSparkDrafter,
+    SpeculativeDecoding,
+    Trace,
+    candidate_generator,
+    committing,
+)
 from dspark_hf._compat import CACHE_NAME
 from dspark_hf.candidate_generator import Draft, DSparkCandidateGenerator
 from dspark_hf.vocabulary import DraftVocabularyMap
@@ -41,7 +46,6 @@ PAD = 0
 NUM_TOKENS = 24
 NOT_SLIDING = [family for family in kit.FAMILIES if family not in (*kit.SLIDING_FAMILIES, "gemma4_shared_kv")]
 SLIDING = [*kit.SLIDING_FAMILIES, "gemma4_shared_kv"]
-STATIC_CAN_CROP = hasattr(StaticLayer, "crop")
 
 # One run each: the position at which each row's drafts are wrong, row after row, over again.
 STAGGERED = ((None,), (0, None, 2, 1, 3))
@@ -255,11 +259,8 @@ class TestRows:
     def test_sizes(self, num_rows: int):
         assert_lossless(target(), prompts(num_rows), alone=answers(num_rows))
 
-    @pytest.mark.parametrize("family", NOT_SLIDING)
+    @pytest.mark.parametrize("family", kit.FAMILIES)
     def test_static_cache(self, family: str):
-        if not STATIC_CAN_CROP:
-            assert_static_refused(target(family), cache_implementation="static")
-            return
         settings = {"cache_implementation": "static", "saboteurs": (*EVERYWHERE, *STAGGERED)}
         assert_lossless(target(family), prompts(3), alone=answers(3, family), **settings)
 
@@ -383,11 +384,6 @@ class TestRows:
         assert len(trace.rounds[0].rows) == 4
 
 
-def assert_static_refused(model: PreTrainedModel, **kwargs: Any) -> None:
-    with pytest.raises(UnsupportedGenerationError, match="which cannot take back rejected draft tokens"):
-        model.generate(**batch(prompts(3)), max_new_tokens=4, do_sample=False, **ours(drafter()), **kwargs)
-
-
 def ending(texts: Sequence[Sequence[int]], *ends: int | None) -> list[int]:
     """Stop tokens with which row i ends after `ends[i]` tokens, or never."""
     eos = [text[end - 1] for text, end in zip(texts, ends, strict=True) if end is not None]
@@ -429,7 +425,6 @@ class TestEnds:
         settings = {"eos_token_id": eos, "pad_token_id": PAD, "alone": alone}
         assert_lossless(target(family), prompts(8), drafted=False, **settings)
 
-    @pytest.mark.skipif(not STATIC_CAN_CROP, reason="static caches are refused in this version of transformers")
     @pytest.mark.parametrize("family", NOT_SLIDING)
     def test_static_cache(self, family: str):
         known = answers(3, family)
@@ -954,7 +949,6 @@ class TestOutputs:
         steps = (output.hidden_states, plain.hidden_states)
         assert_same_steps(*steps, [8] * 3, call["attention_mask"], "hidden_states")
 
-    @pytest.mark.skipif(not STATIC_CAN_CROP, reason="static caches are refused in this version of transformers")
     def test_static_cache(self):
         model, rows = calm_target("llama"), prompts(3)
         call = {**batch(rows), "max_new_tokens": 10, "do_sample": False, "cache_implementation": "static"}
@@ -1035,7 +1029,6 @@ class TestCaches:
             mask = grown(call["attention_mask"], num_tokens - 1)
             assert_same_cache(output[CACHE_NAME], plain[CACHE_NAME], mask)
 
-    @pytest.mark.skipif(not STATIC_CAN_CROP, reason="static caches are refused in this version of transformers")
     def test_returned_static_cache_equals_plain(self):
         model, rows = calm_target("llama", None), prompts(3)
         call = {**batch(rows), "max_new_tokens": 9, "do_sample": False, "return_dict_in_generate": True}
@@ -1069,10 +1062,7 @@ class TestCaches:
         def arguments() -> dict[str, Any]:
             return {CACHE_NAME: StaticCache(config=target().config, max_cache_len=80)}
 
-        if STATIC_CAN_CROP:
-            assert_lossless(target(), prompts(3), alone=answers(3), arguments=arguments)
-        else:
-            assert_static_refused(target(), **arguments())
+        assert_lossless(target(), prompts(3), alone=answers(3), arguments=arguments)
 
     @pytest.mark.parametrize("only_new_ids", [False, True], ids=["whole conversation", "new ids only"])
     @pytest.mark.parametrize("second", [1, 4])
@@ -1213,14 +1203,14 @@ class TestDrafters:
 
     def drafts(self, first: int, last: int, **kwargs: Any) -> tuple[list[list[list[int]]], list[Any]]:
         """What the real drafter proposes for each row and, where it says so, how sure it is."""
-        known = answers(8)
-        rows, texts = prompts(8)[first:last], known[first:last]
+        stops = kwargs.get("eos_token_id", [])
+        rows, texts = prompts(8)[first:last], [until(answer, stops) for answer in answers(8)[first:last]]
         wrong_at = [self.SABOTEURS[row % len(self.SABOTEURS)] for row in range(first, last)]
         call = {**batch(rows), "do_sample": False, "max_new_tokens": NUM_TOKENS}
         assistant = kwargs.get("assistant_model") or kwargs["custom_generate"].drafter
         with assistant.trace() as trace, knowing_rows(rows, texts, wrong_at) as heard:
             output = target().generate(**call, **kwargs)
-        assert output[:, max(map(len, rows)) :].tolist() == texts
+        assert output[:, max(map(len, rows)) :].tolist() == padded(texts)
         if last - first > 1:
             return [*heard.values()], [per_row(trace, "confidence", row) for row in range(last - first)]
         # A single row may come as a batch of one or as it always did.
@@ -1241,6 +1231,17 @@ class TestDrafters:
     def test_same_drafts(self, kind: str):
         self.assert_drafts_of_the_row_alone(**ours(DRAFTERS[kind]()))
 
+    @pytest.mark.parametrize("kind", ["plain", "rnn", "sliding window", "DFlash anchor"])
+    @pytest.mark.parametrize("threshold", [0.0, 0.3])
+    def test_same_drafts_after_rows_have_left(self, kind: str, threshold: float):
+        stops = {"eos_token_id": STOPS, "pad_token_id": PAD}
+        lengths = [len(until(answer, STOPS)) for answer in answers(8)]
+        assert len(set(lengths)) > 3
+        assert max(lengths) == NUM_TOKENS
+        assert lengths != sorted(lengths)
+        settings = {**ours(DRAFTERS[kind]()), "assistant_confidence_threshold": threshold}
+        self.assert_drafts_of_the_row_alone(num_rows=8, **settings, **stops)
+
     def test_same_drafts_over_another_order_of_ids(self):
         assistant, mapping = shuffled_map()
         settings = {"num_assistant_tokens_schedule": "constant", "vocabulary_map": mapping}
@@ -1256,6 +1257,12 @@ class TestDrafters:
         together = self.assert_drafts_of_the_row_alone(custom_generate=SpeculativeDecoding(assistant, **settings))
         assert all([] in drafts for drafts in together)
         assert any(any(drafts) for drafts in together)
+
+    def test_context_that_is_absorbed_without_a_draft(self, monkeypatch: pytest.MonkeyPatch):
+        # As in a call that decodes plainly for a while.
+        drafts = self.drafts(0, 5, **ours(drafter()))
+        monkeypatch.setattr(candidate_generator, "_MOST_WAITING", 2)
+        assert self.drafts(0, 5, **ours(drafter()))[0] == drafts[0]
 
     @pytest.mark.parametrize("num_tokens", [1, 2, 3])
     def test_fewer_tokens(self, num_tokens: int):

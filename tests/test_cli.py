@@ -49,6 +49,16 @@ def test_bench_options(seen, tmp_path):
     assert seen == [BenchmarkSettings(num_prompts=3, repeats=2, threads=1, prompts=str(prompts), json=file)]
 
 
+def test_bench_options_of_several_words(seen):
+    arguments = "bench --methods plain dspark --context-length 128 1024 --with-copy --batch-size 8"
+    assert main(arguments.split()) == 0
+    assert main(["bench", "--random-target", "tiny", "--simulate-acceptance", "0.8", "--drafter-layers", "3"]) == 0
+    assert seen == [
+        BenchmarkSettings(methods=["plain", "dspark"], context_length=[128, 1024], with_copy=True, batch_size=8),
+        BenchmarkSettings(random_target="tiny", simulate_acceptance=0.8, drafter_layers=3),
+    ]
+
+
 @pytest.mark.parametrize("command", [*cli.COMMANDS])
 def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as caught:
@@ -68,6 +78,7 @@ def test_every_command_has_help(command, capsys):
         (["demo", "--gguf-file", "a.gguf"], "--gguf-file names a file in --target, which is missing"),
         (["demo", "--targe", "a"], "unrecognized arguments: --targe a"),
         (["bench", "--repeats", "-1"], "--repeats is -1, it must be 1 or more"),
+        (["bench", "--methods", "magic"], "--methods names magic, which is none of plain, prompt-lookup"),
         (["bench", "--json", "/no/such/folder/out.json"], "--json is /no/such/folder/out.json, whose folder does not"),
     ],
 )

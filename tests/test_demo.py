@@ -1,4 +1,4 @@
-"""The demo, the benchmark and what they share: verdicts, weights, tables. Offline, on a tiny random pair."""
+"""The demo, and what it shares with the benchmark: verdicts, weights. Offline, on a tiny random pair."""
 
 import io
 import json
@@ -16,7 +16,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerFast
 
 from dspark_hf import demo_weights
-from dspark_hf.benchmark import METHODS, PROMPTS_FILE, BenchmarkSettings, Prompt, read_prompts, run_benchmark
 from dspark_hf.comparison import (
     Pair,
     PairSettings,
@@ -172,56 +171,6 @@ class TestDemo:
         console = recording_console()
         assert not run_demo(DemoSettings(max_new_tokens=4, stream=False, **pair_settings), console)
         assert "BEYOND ROUNDING" in console.export_text()
-
-
-class TestBenchmark:
-    def test_built_in_prompts_are_held_out_and_come_in_turns(self):
-        prompts = read_prompts(PROMPTS_FILE)
-        datasets = ["gsm8k", "humaneval", "mt-bench"]
-        assert [prompt.dataset for prompt in prompts] == datasets * 8
-        assert all(prompt.index % 20 == 0 for prompt in prompts if prompt.dataset != "mt-bench")
-        assert len({(prompt.dataset, prompt.index) for prompt in prompts}) == 24
-
-    def test_measures_each_method_on_each_prompt(self, pair_settings, tmp_path):
-        file = tmp_path / "numbers.json"
-        settings = BenchmarkSettings(max_new_tokens=8, num_prompts=3, repeats=2, json=str(file), **pair_settings)
-        console = recording_console()
-        report = run_benchmark(settings, console)
-        assert json.loads(file.read_text()) == report
-        assert [prompt["dataset"] for prompt in report["prompts"]] == ["gsm8k", "humaneval", "mt-bench"]
-        assert [*report["summary"]] == ["gsm8k", "humaneval", "mt-bench", "all"]
-        for methods in report["summary"].values():
-            assert [*methods] == [*METHODS]
-            assert methods["plain"]["ratio_to_plain"] == 1.0
-            assert methods["plain"]["acceptance_length"] is None
-            assert methods["drafter"]["acceptance_length"] >= 1.0
-            assert methods["drafter"]["num_identical"] == methods["drafter"]["num_prompts"]
-        assert report["environment"]["threads"] == torch.get_num_threads()
-        assert "prompt lookup" in console.export_text()
-
-    def test_threads_are_set(self, pair_settings, monkeypatch):
-        chosen = []
-        monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-        settings = BenchmarkSettings(max_new_tokens=2, num_prompts=1, threads=1, **pair_settings)
-        run_benchmark(settings, recording_console())
-        assert chosen == [1]
-
-    def test_own_prompts(self, tmp_path):
-        file = tmp_path / "prompts.jsonl"
-        file.write_text('{"dataset": "mine", "index": 4, "prompt": "Hello"}\n')
-        assert read_prompts(file) == [Prompt("mine", 4, "Hello")]
-
-    @pytest.mark.parametrize("line", ["no json", '{"dataset": "mine", "index": 4}', "[1]"])
-    def test_a_wrong_line_is_named(self, tmp_path, line):
-        file = tmp_path / "prompts.jsonl"
-        file.write_text(f'{{"dataset": "mine", "index": 4, "prompt": "Hello"}}\n{line}\n')
-        with pytest.raises(ValueError, match="line 2: expected a JSON object with dataset, index, prompt"):
-            read_prompts(file)
-
-    def test_an_empty_file_is_refused(self, tmp_path):
-        (tmp_path / "empty.jsonl").touch()
-        with pytest.raises(ValueError, match="holds no prompt"):
-            read_prompts(tmp_path / "empty.jsonl")
 
 
 @pytest.fixture

@@ -8,13 +8,12 @@ import pytest
 import torch
 from kit import POSITIONS, PROMPT, WINDOW, assert_lossless, drafter, inputs, target
 from transformers import Cache, DynamicCache, LogitsProcessor, PreTrainedModel, StaticCache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, QuantizedLayer, StaticLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, QuantizedLayer
 
 from dspark_hf import UnsupportedGenerationError
 from dspark_hf._compat import CACHE_NAME
 
 SLIDING = ["mistral", "gemma3", "gemma4", "gemma4_shared_kv"]
-STATIC_CAN_CROP = hasattr(StaticLayer, "crop")
 
 
 def assert_refused(model: PreTrainedModel, layer: str, **kwargs: Any) -> None:
@@ -37,13 +36,9 @@ class TestByName:
 
     @pytest.mark.parametrize("prompt", [PROMPT, PROMPT * 3], ids=["10", "30"])
     def test_static(self, prompt: tuple[int, ...]):
-        if STATIC_CAN_CROP:
-            settings = {"prompt": prompt, "cache_implementation": "static"}
-            assert_lossless(target(), drafter(), wrong_at=POSITIONS, **settings)
-        else:
-            assert_refused(target(), "StaticLayer", cache_implementation="static")
+        settings = {"prompt": prompt, "cache_implementation": "static"}
+        assert_lossless(target(), drafter(), wrong_at=POSITIONS, **settings)
 
-    @pytest.mark.skipif(not STATIC_CAN_CROP, reason="static caches are refused in this version of transformers")
     def test_static_with_outputs(self):
         model = kit.new_target(attn_implementation="eager", initializer_range=0.05)
         call = {**inputs(), "max_new_tokens": 10, "do_sample": False, "cache_implementation": "static"}
@@ -56,11 +51,9 @@ class TestByName:
 
     @pytest.mark.parametrize("family", SLIDING)
     def test_static_sliding_window(self, family: str):
-        assert_refused(target(family), "StaticSlidingWindowLayer", cache_implementation="static")
+        assert_lossless(target(family), drafter(), wrong_at=POSITIONS, cache_implementation="static")
 
     def test_static_and_padded(self):
-        if not STATIC_CAN_CROP:
-            pytest.skip("static caches are refused in this version of transformers")
         ids = torch.tensor([[0] * 5 + list(PROMPT)])
         padded = {"input_ids": ids, "attention_mask": (torch.arange(len(ids[0])) >= 5).long()[None]}
         assert_lossless(target(), drafter(), wrong_at=POSITIONS, num_unseen=5, cache_implementation="static", **padded)
@@ -102,12 +95,8 @@ class TestByObject:
         def arguments() -> dict[str, Any]:
             return {CACHE_NAME: StaticCache(config=target().config, max_cache_len=64)}
 
-        if STATIC_CAN_CROP:
-            assert_lossless(target(), drafter(), wrong_at=POSITIONS, arguments=arguments)
-        else:
-            assert_refused(target(), "StaticLayer", **arguments())
+        assert_lossless(target(), drafter(), wrong_at=POSITIONS, arguments=arguments)
 
-    @pytest.mark.skipif(not STATIC_CAN_CROP, reason="static caches are refused in this version of transformers")
     def test_static_used_again_after_a_reset(self):
         model, past = target(), StaticCache(config=target().config, max_cache_len=64)
         call = {**inputs(), "max_new_tokens": 12, "do_sample": False}

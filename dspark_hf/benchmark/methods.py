@@ -1,0 +1,153 @@
+"""The ways to generate that are compared: for each one, what `generate` is called with.
+
+A new method is one function and one line of `METHODS`.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers.generation import CandidateGenerator
+from transformers.generation.streamers import BaseStreamer
+
+from .._compat import TargetModel
+from ..candidate_generator import DSparkCandidateGenerator
+from ..modeling_dspark import DSparkDrafter
+from ..scheduling import resolve_draft_length
+from ..simulation import SimulatedCandidateGenerator, SimulatedDecoding, SimulatedProposals
+
+_PROMPT_LOOKUP_TOKENS = 10  # what transformers' own documentation uses
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of `generate`, as far as methods differ in it.
+
+    Attributes:
+        proposals: in place of the drafter's own; `None`: real ones.
+    """
+
+    drafter: DSparkDrafter
+    assistant: PreTrainedModel | None = None
+    num_assistant_tokens: int | None = None
+    proposals: SimulatedProposals | None = None
+    streamer: BaseStreamer | None = None
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to generate.
+
+    Attributes:
+        arguments: a call to the further arguments of `generate`.
+        drafts: whether the drafter takes part.
+        is_traced: whether `drafter.trace()` sees it.
+        takes_batches: whether it generates for more than one prompt at once.
+    """
+
+    arguments: Callable[[Call], dict[str, Any]]
+    drafts: bool = False
+    is_traced: bool = False
+    takes_batches: bool = True
+
+
+def _plain(call: Call) -> dict[str, Any]:
+    return {}
+
+
+def _prompt_lookup(call: Call) -> dict[str, Any]:
+    return {"prompt_lookup_num_tokens": _PROMPT_LOOKUP_TOKENS}
+
+
+def _assistant(call: Call) -> dict[str, Any]:
+    return {"assistant_model": call.assistant}
+
+
+def _dspark(call: Call, schedule: str | None = None) -> dict[str, Any]:
+    settings: dict[str, Any] = {"num_assistant_tokens": call.num_assistant_tokens}
+    settings["num_assistant_tokens_schedule"] = schedule
+    if call.proposals is None:
+        given = {name: value for name, value in settings.items() if value is not None}
+        return {"assistant_model": call.drafter, **given}
+    decoding = SimulatedDecoding(call.drafter, proposals=call.proposals, streamer=call.streamer, **settings)
+    return {"custom_generate": decoding}
+
+
+def _transformers_loop(call: Call) -> dict[str, Any]:
+    """transformers' own assisted loop over our candidate generator, for comparison only.
+
+    The loop asks a private method for its generator, which third parties cannot choose: it is set on the target for
+    the duration of the call.
+    """
+
+    def decode(
+        model: TargetModel,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> Any:
+        generator = _candidate_generator(call, model, logits_processor, generation_config, model_kwargs)
+        with generator, generator.listening(), _drawing_candidates_from(generator, model):
+            return model._assisted_decoding(
+                input_ids,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                generation_config=generation_config,
+                streamer=call.streamer,
+                **model_kwargs,
+            )
+
+    return {"custom_generate": decode}
+
+
+def _candidate_generator(
+    call: Call,
+    model: TargetModel,
+    logits_processor: LogitsProcessorList,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> DSparkCandidateGenerator:
+    drafter = call.drafter
+    kind: Callable[..., DSparkCandidateGenerator] = DSparkCandidateGenerator
+    if call.proposals is not None:
+        kind = partial(SimulatedCandidateGenerator, proposals=call.proposals)
+    return kind(
+        drafter,
+        model,
+        do_sample=config.do_sample,
+        logits_processor=logits_processor,
+        draft_length=resolve_draft_length(
+            drafter.generation_config,
+            drafter.config.num_draft_tokens,
+            drafter.confidence_head is not None,
+            call.num_assistant_tokens,
+            schedule="constant",
+        ),
+        prompt_mask=model_kwargs.get("attention_mask"),
+        max_length=config.max_length,
+    )
+
+
+@contextmanager
+def _drawing_candidates_from(generator: CandidateGenerator, model: TargetModel) -> Iterator[None]:
+    model._get_candidate_generator = lambda **kwargs: generator
+    try:
+        yield
+    finally:
+        del model._get_candidate_generator
+
+
+METHODS: dict[str, Method] = {
+    "plain": Method(_plain),
+    "prompt-lookup": Method(_prompt_lookup, takes_batches=False),
+    "assistant": Method(_assistant, takes_batches=False),
+    "transformers-loop": Method(_transformers_loop, drafts=True, takes_batches=False),
+    "dspark": Method(_dspark, drafts=True, is_traced=True),
+    "dspark-constant": Method(partial(_dspark, schedule="constant"), drafts=True, is_traced=True),
+}
