@@ -19,6 +19,7 @@ from .errors import (
 )
 from .generation import SpeculativeDecoding
 from .modeling_dspark import DSparkDrafter
+from .packed_weights import pack_weights, unpack_weights
 from .trace import Trace
 from .vocabulary import DraftVocabularyMap
 
@@ -40,6 +41,8 @@ __all__ = [
     "UnsupportedGenerationError",
     "check_alignment",
     "dispatch",
+    "pack_weights",
+    "unpack_weights",
 ]
 
 AutoConfig.register(DSparkConfig.model_type, DSparkConfig, exist_ok=True)

@@ -20,6 +20,7 @@ from ..comparison import (
     target_name,
 )
 from ..modeling_dspark import DSparkDrafter
+from ..packed_weights import pack_weights
 from .random_models import random_drafter, random_target
 from .settings import BenchmarkSettings
 
@@ -72,6 +73,10 @@ def load_models(settings: BenchmarkSettings, report: Callable[[str], None]) -> M
         assistant = AutoModelForCausalLM.from_pretrained(
             settings.assistant, dtype=target.dtype, device_map=resolve_device(settings)
         ).eval()
+    if settings.pack_weights:
+        for model in (target, drafter, assistant):
+            if model is not None:
+                pack_weights(model)
     return Models(
         target,
         drafter,

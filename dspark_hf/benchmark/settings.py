@@ -63,6 +63,9 @@ class BenchmarkSettings(PairSettings):
             f"256); default with --random-target: {_DEFAULT_DRAFTER_LAYERS}"
         },
     )
+    pack_weights: bool = field(
+        default=False, metadata={"help": "pack the linear layers of all models (CPU): every method is faster then"}
+    )
     json: str | None = field(default=None, metadata={"help": "also write all numbers to this file"})
     threads: int | None = field(default=None, metadata={"help": "CPU threads of torch; default: its own choice"})
 
