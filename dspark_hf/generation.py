@@ -257,7 +257,7 @@ class _Decoding:
             for slot, row in enumerate(plan.rows)
             if row.source == "lookup" and row.num_tokens
         }
-        return _with_copies(draft, copied, self.config.do_sample) if copied else draft
+        return _with_copies(draft, copied) if copied else draft
 
     def verify(self, draft: Draft) -> Any:
         """One pass of the target over anchor and draft of each active row."""
@@ -334,9 +334,9 @@ def _cost_table(model: TargetModel, drafter: DSparkDrafter) -> CostTable:
 _cost_tables: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-def _with_copies(draft: Draft, copied: dict[int, list[int]], do_sample: bool) -> Draft:
+def _with_copies(draft: Draft, copied: dict[int, list[int]]) -> Draft:
     """A draft with the tokens of some rows, by slot, copied from the context: their distribution is one-hot."""
-    num_rows, device = draft.token_ids.shape[0], draft.token_ids.device
+    device = draft.token_ids.device
     lengths = [len(copied.get(slot, ())) or length for slot, length in enumerate(draft.row_lengths)]
     token_ids = torch.nn.functional.pad(draft.token_ids, (0, max(lengths) - draft.length))
     scores = draft.scores
@@ -347,7 +347,6 @@ def _with_copies(draft: Draft, copied: dict[int, list[int]], do_sample: bool) ->
         token_ids[slot, : len(tokens)] = ids
         if scores is not None:
             scores[slot, : len(tokens)] = one_hot_scores(ids, scores.shape[-1])
-    assert len(lengths) == num_rows
     return replace(draft, token_ids=token_ids, scores=scores, lengths=lengths)
 
 

@@ -75,8 +75,8 @@ def _unsupported_batch(model: TargetModel) -> str | None:
     attention = model.config._attn_implementation
     if attention not in ("sdpa", "eager"):
         return (
-            f"A DSpark drafter takes batches of models with `attn_implementation` 'sdpa' or 'eager': {attention!r} has "
-            f"no room for rows of different lengths. {remedy}"
+            f"A DSpark drafter takes batches of models with `attn_implementation` 'sdpa' or 'eager': {attention!r} "
+            f"has no room for rows of different lengths. {remedy}"
         )
     strange = set(layer_windows(model)) - {"full_attention", "sliding_attention"}
     if strange:

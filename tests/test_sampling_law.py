@@ -9,7 +9,7 @@ import itertools
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import pytest
@@ -31,9 +31,12 @@ from dspark_hf import (
     SpeculativeDecoding,
     candidate_generator,
     committing,
+    generation,
 )
 from dspark_hf.candidate_generator import Draft
+from dspark_hf.costs import CostTable
 from dspark_hf.sampling import draw, is_accepted, probabilities, residual
+from dspark_hf.scheduling import DraftLength, Plan, RowPlan, RowState, Schedule
 
 PROMPT = [0, 1, 1, 2]
 Law = dict[tuple[int, ...], float]
@@ -337,6 +340,55 @@ class TestLoop:
         with pytest.warns(UserWarning, match="overflow"):
             assert_exact(tree, drafter)
         assert tree.num_accepted + tree.num_rejected == 0
+
+
+class Turns(Schedule):
+    """The context and the drafter take turns, so that a one-hot draft follows a drawn one and the other way round."""
+
+    def __init__(self, settings: DraftLength, table: CostTable):
+        self.num_rounds = 0
+
+    def plan(self, rows: Sequence[RowState]) -> Plan:
+        self.num_rounds += 1
+        return Plan([self.plan_row(row) for row in rows], "turns")
+
+    def plan_row(self, row: RowState) -> RowPlan:
+        if row.offer is not None and (self.num_rounds + row.row) % 2:
+            return RowPlan("lookup", min(2, len(row.offer.token_ids)))
+        return RowPlan("drafter", min(2, row.room)) if row.room else RowPlan("none", 0)
+
+
+class TestContextLookup:
+    """Tokens copied from the context are proposed without chance: their distribution is one-hot."""
+
+    @pytest.mark.parametrize("processors", ["no_processor", "top_k", "repetition_penalty", "own_processor"])
+    def test_the_law_is_that_of_plain_sampling(self, processors, tree, monkeypatch):
+        sources: set[str] = set()
+        real = generation._record
+
+        def record(plan: Plan, *args, **kwargs):
+            sources.update(row.source for row in plan.rows)
+            return real(plan, *args, **kwargs)
+
+        monkeypatch.setattr(generation, "_record", record)
+        monkeypatch.setattr(generation, "new_schedule", Turns)
+        drafter = tiny_drafter()
+        with drafter.trace():
+            assert_exact(tree, drafter, {"prompt_lookup_num_tokens": 2}, **PROCESSORS[processors], max_new_tokens=5)
+        assert {"lookup", "drafter"} <= sources
+        assert tree.num_accepted > 0
+        assert tree.num_rejected > 0
+
+    def test_rows_of_both_kinds_in_one_draft(self):
+        torch.manual_seed(0)
+        scores = torch.randn(2, 2, 5)
+        drawn = Draft(torch.tensor([[1, 2], [3, 4]]), scores, lengths=[2, 0])
+        mixed = generation._with_copies(drawn, {1: [0, 2, 1]})
+        assert mixed.row_lengths == [2, 3]
+        assert mixed.token_ids[0, :2].tolist() == [1, 2]
+        assert mixed.token_ids[1].tolist() == [0, 2, 1]
+        assert torch.equal(mixed.scores[0, :2], scores[0])
+        assert probabilities(mixed.scores[1]).tolist() == torch.eye(5)[[0, 2, 1]].tolist()
 
 
 class TestTeeth:
