@@ -106,13 +106,14 @@ def _with_speculative_decoding(target: TargetModel, arguments: dict[str, Any]) -
     vocabulary_map = _vocabulary_map(target, drafter, arguments)
     check_pair(target, drafter, vocabulary_map=vocabulary_map).raise_if_blocked()
     _move_stop_strings(target, arguments)
-    lookup = _take_lookup(arguments)
+    lookup, draft_invariant = _take_lookup(arguments), arguments.pop("draft_invariant", False)
     arguments["custom_generate"] = SpeculativeDecoding(
         drafter,
         num_assistant_tokens=_setting("num_assistant_tokens", arguments),
         assistant_confidence_threshold=_setting("assistant_confidence_threshold", arguments),
         num_assistant_tokens_schedule=_setting("num_assistant_tokens_schedule", arguments),
         prompt_lookup_num_tokens=lookup,
+        draft_invariant=bool(draft_invariant),
         streamer=arguments.get("streamer"),
         synced_gpus=_synced_gpus(target, arguments.get("synced_gpus")),
         vocabulary_map=vocabulary_map,

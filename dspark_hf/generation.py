@@ -29,7 +29,7 @@ from .requests import cannot_crop, check_request
 from .sampling import one_hot_scores
 from .scheduling import DraftLength, Plan, RowOutcome, RowState, Schedule, new_schedule, resolve_draft_length
 from .sequences import Sequences
-from .target_attention import attending
+from .target_attention import AttentionMode, attending
 from .target_inputs import TargetInputs
 from .target_rows import BufferedRows, CroppedRows, can_roll_back, open_rows
 from .target_taps import skips_prompt_positions
@@ -55,6 +55,8 @@ class SpeculativeDecoding:
             `"constant"`; `None`: `drafter.generation_config`, else `"auto"`.
         prompt_lookup_num_tokens: tokens that may be copied from the context in place of a draft; 0: none; `None`: the
             schedule's own default.
+        draft_invariant: make the text independent of the drafter, of the schedule and of the length of drafts, bit for
+            bit where the kernels allow it (`target_attention` says where): for comparing texts in half precision.
         streamer: receives every new token, as in `generate`.
         synced_gpus: keep passing through the target until every process has finished, as in `generate`.
         vocabulary_map: between the ids of the target's and the drafter's tokenizer, where they differ.
@@ -74,11 +76,13 @@ class SpeculativeDecoding:
         assistant_confidence_threshold: float | None = None,
         num_assistant_tokens_schedule: str | None = None,
         prompt_lookup_num_tokens: int | None = None,
+        draft_invariant: bool = False,
         streamer: BaseStreamer | None = None,
         synced_gpus: bool = False,
         vocabulary_map: DraftVocabularyMap | None = None,
     ):
         self.drafter = drafter
+        self.draft_invariant = draft_invariant
         self.streamer = streamer
         self.synced_gpus = synced_gpus
         self.vocabulary_map = vocabulary_map
@@ -104,7 +108,7 @@ class SpeculativeDecoding:
         """The decoding loop, called by `generate` with everything prepared. Returns what plain decoding returns."""
         pair = check_pair(model, self.drafter, vocabulary_map=self.vocabulary_map)
         pair.raise_if_blocked()
-        check_request(model, input_ids, generation_config, model_kwargs)
+        check_request(model, input_ids, generation_config, model_kwargs, self.draft_invariant)
         for finding in pair.warnings:
             warnings.warn(str(finding), UserWarning, stacklevel=2)
         traces = active_traces(self.drafter)
@@ -132,6 +136,7 @@ class SpeculativeDecoding:
                 model_kwargs=model_kwargs,
                 traces=traces,
                 lookup_tokens=self.draft_length.lookup_tokens,
+                attention_mode="invariant" if self.draft_invariant else "packed",
             )
             return decoding.run(self.synced_gpus)
 
@@ -149,6 +154,7 @@ class _Decoding:
         model_kwargs: dict[str, Any],
         traces: list[Trace],
         lookup_tokens: int,
+        attention_mode: AttentionMode,
     ):
         self.model = model
         self.generator = generator
@@ -162,6 +168,7 @@ class _Decoding:
         self._has_warned = False
         self.lookups: list[ContextLookup] = []
         self._lookup_tokens = lookup_tokens
+        self._attention_mode = attention_mode
         if lookup_tokens:
             self.lookups = [ContextLookup(ids) for ids in self._real_prompts(model_kwargs.get("attention_mask"))]
 
@@ -208,7 +215,9 @@ class _Decoding:
         num_rows, mask = len(self.sequences), kwargs.get("attention_mask")
         if num_rows > 1:
             self.inputs.open_batch(mask, int(cache.get_seq_length()), num_rows)
-        self.rows = open_rows(cache, num_rows, self.config.max_length, mask)
+        self.rows = open_rows(
+            cache, num_rows, self.config.max_length, mask, has_spare_tokens=self._attention_mode == "invariant"
+        )
         counts = self.committer.commit(outputs.logits[:, -1:], nothing(input_ids[:, 0]))
         self.committer.outputs.add_prompt(outputs)
         self.inputs.commit(outputs, 1)
@@ -224,12 +233,12 @@ class _Decoding:
         drafted = clock.now()
         outputs = self.verify(draft)
         verified = clock.now()
-        counts = committer.commit(outputs.logits[:, -1 - draft.length :], draft)
+        counts = committer.commit(outputs.logits[:, -self.rows.width :][:, : 1 + draft.length], draft)
         if committer.outputs.are_wanted:
             committer.outputs.add_pass(
                 outputs, counts[0], active, self.model, get_cache(self.inputs.model_kwargs), self.rows.static_length
             )
-        self.rows.commit(counts, 1 + draft.length)
+        self.rows.commit(counts)
         self.generator.commit(counts)
         self.generator.check_overflow(draft)
         self.inputs.commit(outputs, counts[0])
@@ -262,14 +271,18 @@ class _Decoding:
     def verify(self, draft: Draft) -> Any:
         """One pass of the target over anchor and draft of each active row."""
         assert self.rows is not None
-        active, width = self.committer.active, 1 + draft.length
+        active, block = self.committer.active, draft.token_ids
+        if self._attention_mode == "invariant" and draft.length == 0:
+            # A matrix product over one row rounds otherwise than over several: a token that nobody reads comes along.
+            block = self.sequences.anchors(active)[:, None]
+        width = 1 + block.shape[1]
         if len(active) == 1:
-            input_ids = self.sequences.with_draft(active[0], draft.token_ids)
+            input_ids = self.sequences.with_draft(active[0], block)
         else:
-            input_ids = torch.cat((self.sequences.anchors(active)[:, None], draft.token_ids), dim=-1)
+            input_ids = torch.cat((self.sequences.anchors(active)[:, None], block), dim=-1)
         self.rows.begin(width)
         inputs = self.inputs.of_pass(self.rows, input_ids, width)
-        with self.generator.listening(), attending("packed"):
+        with self.generator.listening(), attending(self._attention_mode):
             return self.model(**inputs, return_dict=True)
 
     def _goes_on(self, synced_gpus: bool) -> bool:

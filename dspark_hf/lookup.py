@@ -1,7 +1,7 @@
 """The context as a drafter that costs nothing: what followed the last time that the text ended like this?
 
-Prompt lookup decoding with an exact index: one walk of at most `max_match` dictionary steps per token finds the longest
-earlier occurrence of the text's end, the most recent one on ties. Pure Python, no tensor.
+Prompt lookup decoding with an exact index: one walk of at most `max_match` dictionary steps per token finds the
+longest earlier occurrence of the text's end, the most recent one on ties. Pure Python, no tensor.
 """
 
 from collections.abc import Sequence

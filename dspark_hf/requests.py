@@ -13,7 +13,11 @@ from .target_rows import can_roll_back, layer_windows
 
 
 def check_request(
-    model: TargetModel, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+    model: TargetModel,
+    input_ids: torch.Tensor,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    draft_invariant: bool = False,
 ) -> None:
     """Refuses, before any work, what the loop does not do exactly.
 
@@ -23,6 +27,11 @@ def check_request(
     problem = _unsupported_setting(config) or _unsupported_inputs(model, input_ids, model_kwargs)
     if problem is not None:
         raise UnsupportedGenerationError(problem)
+    if draft_invariant and model.config._attn_implementation != "sdpa":
+        raise UnsupportedGenerationError(
+            "`draft_invariant` needs a target with `attn_implementation='sdpa'`, got "
+            f"{model.config._attn_implementation!r}. Load it so, or leave `draft_invariant` out."
+        )
     cache = get_cache(model_kwargs)
     if model._is_stateful or (cache is not None and not _may_roll_back(cache)):
         raise cannot_crop(model, cache)

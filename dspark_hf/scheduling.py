@@ -20,7 +20,8 @@ from typing import Any, Literal
 
 from transformers import GenerationConfig
 
-from .costs import DRAFTER, LOOKUP, CostTable, DraftAcceptance, LookupAcceptance, RoundCosts
+from .acceptance import DRAFTER, LOOKUP, DraftAcceptance, LookupAcceptance
+from .costs import CostTable, RoundCosts
 from .errors import UnsupportedGenerationError
 from .lookup import LookupOffer
 
@@ -78,16 +79,12 @@ class Plan:
     """A plan for each row, in their order, and a word for the trace that says what made this width.
 
     `reason` is one of "constant"; "best" (most tokens per second), "exploring" (the same, but by a guessed price),
-    "aside" (no draft pays), "probing" (a try after some rounds aside), "measuring" (the price of a plain pass), "full"
-    (nothing can be drafted).
+    "aside" (no draft pays), "probing" (a try after some rounds aside), "measuring" (the price of a plain pass),
+    "nothing" (that could be drafted).
     """
 
     rows: list[RowPlan]
     reason: str
-
-    @property
-    def is_plain(self) -> bool:
-        return not any(row.num_tokens for row in self.rows)
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,8 @@ class RowOutcome:
     Attributes:
         row: its number in the call.
         source: who proposed.
-        proposed: tokens verified; less than planned where the draft ended early.
+        proposed: draft tokens that the target's pass covered, rejected ones included; fewer than planned where the
+            draft ended by itself.
         accepted: how many of them stand.
     """
 
@@ -114,9 +112,7 @@ class Schedule(ABC):
     def plan(self, rows: Sequence[RowState]) -> Plan:
         """What each row shall draft in the coming round. Called once per round."""
 
-    def observe(
-        self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: float, draft_seconds: float | None
-    ) -> None:
+    def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: float, draft_seconds: float | None) -> None:
         """Learns from the round that `plan` was for.
 
         Args:
@@ -124,6 +120,7 @@ class Schedule(ABC):
             seconds: wall time of the whole round.
             draft_seconds: the drafter's part of it; `None` where it is not known.
         """
+        return
 
     def mismatch(self) -> str | None:
         """A sentence for the user if the drafter does not seem to fit its target at all."""
@@ -155,16 +152,22 @@ class AutoSchedule(Schedule):
     """The most expected new tokens per second, plain decoding among the choices.
 
     A round costs what its longest draft costs: the other rows are padded to that width. So the choice is one width,
-    with or without the drafter; then every row fills the width from the source that promises it more. Where plain
-    decoding wins, the drafter is tried again after a number of rounds that doubles with each try in vain.
+    with or without the drafter; then every row fills the width from the source that promises it more. Where that is
+    plain decoding, the drafter is tried again from time to time, as often as a small share of the time pays for.
     """
 
     LOOKUP_TOKENS = 16
-    MIN_PAUSE, MAX_PAUSE = 8, 64
-    # A draft must promise this much more than plain decoding: estimates are noisy, and the choice flatters the winner.
-    MARGIN = 1.02
-    # What a drafter worth trying again would reach at each position.
+    # Rounds until another try of a drafter that was set aside, and the share of the time that tries may cost; it
+    # halves with each one that does not pay.
+    MIN_PAUSE, MAX_PAUSE = 4, 64
+    MAX_SHARE, MIN_SHARE = 0.06, 0.01
+    # What a drafter worth another try would reach at each position.
     HOPE = 0.6
+    # Below this advantage of a draft over plain decoding, the price of a plain pass should be known well.
+    CLEAR = 1.5
+    # First draft tokens that must have been tried before a drafter is said to guess, in all and in this call, and the
+    # share of them that a guess may hit.
+    ENOUGH_TRIES, ENOUGH_NOW, CHANCE = 24, 4, 0.025
 
     def __init__(self, settings: DraftLength, table: CostTable):
         self._settings = settings
@@ -172,37 +175,30 @@ class AutoSchedule(Schedule):
         self._costs = RoundCosts(table)
         self._drafts = DraftAcceptance(table, settings.num_assistant_tokens)
         self._lookups = LookupAcceptance(table)
-        self._pause, self._rounds_aside, self._rounds_since_plain = self.MIN_PAUSE, 0, 0
+        self._rounds_since_draft = self._rounds_since_plain = 0
+        self._share = self.MAX_SHARE
+        self._pause: float = self.MIN_PAUSE
+        self._break_even = 0.0
         self._first_tries = self._first_hits = 0
 
     def plan(self, rows: Sequence[RowState]) -> Plan:
-        self._check_lookups(rows)
-        num_draft = [min(self._settings.num_assistant_tokens, row.room) if row.can_draft else 0 for row in rows]
-        num_lookup = [0 if row.offer is None else min(len(row.offer.token_ids), row.room) for row in rows]
-        if not any(num_draft) and not any(num_lookup):
-            return _plain(rows, "full")
-        if self._is_plain_due(len(rows)):
+        lookups, drafts = self._lookup_gains(rows), self._draft_gains(rows)
+        if not any(len(gains) > 1 for gains in lookups + drafts):
+            return _plain(rows, "nothing")
+        if self._costs.num_plain(len(rows)) == 0:
             return _plain(rows, "measuring")
-        lookups = [
-            self._lookups.gains(row.row, row.offer.match_length, n) if row.offer is not None else [0.0]
-            for row, n in zip(rows, num_lookup, strict=True)
-        ]
-        drafts = [self._drafts.gains(row.row, n) for row, n in zip(rows, num_draft, strict=True)]
-        width, plan = self._best(lookups, drafts)
-        if any(num_draft) and not any(row.source == DRAFTER for row in plan):
-            if self._rounds_aside >= self._pause:
-                hopes = [[sum(self.HOPE**k for k in range(1, n + 1)) for n in range(len(gains))] for gains in drafts]
-                _, probe = self._best(lookups, hopes, must_draft=True)
-                if any(row.source == DRAFTER for row in probe):
-                    self._drafts.forget()
-                    return Plan(probe, "probing")
-            if width == 1:
-                return Plan(plan, "aside")
-        return Plan(plan, "best" if self._costs.is_measured(len(rows), width) else "exploring")
+        best = self._best(lookups, drafts)
+        if best.width > 1 and self._is_plain_due(len(rows), best.advantage):
+            return _plain(rows, "measuring")
+        if not best.uses_drafter and self._rounds_since_draft >= self._pause and max(map(len, drafts)) > 1:
+            probe = self._probe(lookups, drafts)
+            if probe is not None:
+                return Plan(probe.rows, "probing")
+        if best.width == 1:
+            return Plan(best.rows, "aside")
+        return Plan(best.rows, "best" if self._costs.is_measured(len(rows), best.width) else "exploring")
 
-    def observe(
-        self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: float, draft_seconds: float | None
-    ) -> None:
+    def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: float, draft_seconds: float | None) -> None:
         drafted = [
             (outcome, row.num_tokens)
             for row, outcome in zip(plan.rows, outcomes, strict=True)
@@ -216,65 +212,120 @@ class AutoSchedule(Schedule):
             seconds=seconds,
             draft_seconds=draft_seconds,
         )
-        self._rounds_since_plain = 0 if plan.is_plain else self._rounds_since_plain + 1
+        is_plain = not any(row.num_tokens for row in plan.rows)
+        self._rounds_since_plain = 0 if is_plain else self._rounds_since_plain + 1
+        self._rounds_since_draft = 0 if drafted else self._rounds_since_draft + 1
         if not drafted:
-            self._rounds_aside += 1
             return
-        self._rounds_aside = 0
-        self._drafts.observe([(outcome.row, planned, outcome.accepted) for outcome, planned in drafted])
+        self._pause = self.MIN_PAUSE
+        self._drafts.observe((outcome.row, planned, outcome.accepted) for outcome, planned in drafted)
         self._first_tries += sum(outcome.proposed > 0 for outcome, _ in drafted)
-        num_hits = sum(outcome.accepted > 0 for outcome, _ in drafted)
-        self._first_hits += num_hits
+        self._first_hits += sum(outcome.accepted > 0 for outcome, _ in drafted)
         if plan.reason == "probing":
-            self._pause = self.MIN_PAUSE if num_hits else min(2 * self._pause, self.MAX_PAUSE)
+            pays = sum(1 + outcome.accepted for outcome in outcomes) >= self._break_even
+            self._share = self.MAX_SHARE if pays else max(self._share / 2, self.MIN_SHARE)
 
     def mismatch(self) -> str | None:
-        return None
+        """A drafter that guesses is soon set aside, so the tries of earlier calls count where this one has few."""
+        hits, tries = float(self._first_hits), float(self._first_tries)
+        if tries < self.ENOUGH_NOW or hits > self.CHANCE * tries:
+            return None
+        if tries < self.ENOUGH_TRIES:
+            hits, tries = self._table.acceptance(DRAFTER, 0)
+        if tries < self.ENOUGH_TRIES or hits > self.CHANCE * tries:
+            return None
+        return (
+            f"The drafter does not seem to fit its target: of {round(tries)} first tokens of a draft, the target "
+            f"accepted {round(hits)}, no more than guessing would give. The text is right all the same, but not "
+            "faster. Check that the drafter was trained for this very target and for this chat template."
+        )
 
-    def _is_plain_due(self, num_rows: int) -> bool:
-        """Whether it is time to measure a plain pass: everything is compared with it."""
-        if not self._costs.knows_plain(num_rows):
-            return True
-        return self._rounds_since_plain >= min(2 * 4 ** self._costs.num_plain(num_rows), 128)
-
-    def _check_lookups(self, rows: Sequence[RowState]) -> None:
+    def _lookup_gains(self, rows: Sequence[RowState]) -> list[list[float]]:
+        """For each row, the expected accepted tokens of the first 0, 1, 2, ... tokens of its offer."""
+        gains = []
         for row in rows:
-            if row.offer is not None and row.offer.checks:
+            if row.offer is None:
+                gains.append([0.0])
+                continue
+            if row.offer.checks:
                 self._lookups.observe(row.row, row.offer.checks)
+            num_tokens = min(len(row.offer.token_ids), self._settings.lookup_tokens, row.room)
+            gains.append(self._lookups.gains(row.row, row.offer.match_length, num_tokens))
+        return gains
 
-    def _best(
-        self, lookups: list[list[float]], drafts: list[list[float]], must_draft: bool = False
-    ) -> tuple[int, list[RowPlan]]:
-        """The width with the most expected new tokens per second, and what the rows do with it.
+    def _draft_gains(self, rows: Sequence[RowState]) -> list[list[float]]:
+        """The same for 0, 1, 2, ... tokens of the drafter."""
+        most = self._settings.num_assistant_tokens
+        return [self._drafts.gains(row.row, min(most, row.room) if row.can_draft else 0) for row in rows]
 
-        `lookups` and `drafts` hold, for each row, the expected accepted tokens of 0, 1, 2, ... tokens of that source.
-        """
-        num_rows = len(drafts)
-        longest_lookup, longest_draft = max(map(len, lookups)), max(map(len, drafts))
-        seconds = self._costs.pass_seconds(num_rows, max(longest_lookup, longest_draft))
-        best_rate, width, with_drafter = 0.0, 1, False
+    def _best(self, lookups: list[list[float]], drafts: list[list[float]], must_draft: bool = False) -> "_Choice":
+        """The width with the most expected new tokens per second, and how the rows fill it."""
+        num_rows, max_lookup, max_draft = len(drafts), max(map(len, lookups)) - 1, max(map(len, drafts)) - 1
+        longest = max(max_lookup, max_draft)
+        seconds = self._costs.pass_seconds(num_rows, 1 + longest)
+        by_lookup, by_draft = _padded(lookups, longest), _padded(drafts, longest)
+        # Draft tokens, whether the drafter runs, expected new tokens, seconds.
+        options: list[tuple[int, bool, float, float]] = []
         if not must_draft:
-            best_rate = self.MARGIN * num_rows / seconds[1]
-            for n in range(1, longest_lookup):
-                tokens = num_rows + sum(_at(gains, n) for gains in lookups)
-                if tokens > best_rate * seconds[n + 1]:
-                    best_rate, width = tokens / seconds[n + 1], n + 1
-        base, slope = self._costs.draft_seconds(sum(len(gains) > 1 for gains in drafts) or 1)
-        for n in range(1, max(longest_draft, longest_lookup) if longest_draft > 1 else 1):
-            tokens = num_rows + sum(
-                max(_at(lookup, n), _at(draft, n)) for lookup, draft in zip(lookups, drafts, strict=True)
-            )
-            total = seconds[n + 1] + base + slope * min(n, longest_draft - 1)
-            if tokens > best_rate * total:
-                best_rate, width, with_drafter = tokens / total, n + 1, True
-        n = width - 1
-        plan = []
-        for lookup, draft in zip(lookups, drafts, strict=True):
-            if with_drafter and _at(draft, n) > _at(lookup, n):
-                plan.append(_row_plan(DRAFTER, min(n, len(draft) - 1)))
-            else:
-                plan.append(_row_plan(LOOKUP, min(n, len(lookup) - 1)))
-        return width, plan
+            gains = list(map(sum, zip(*by_lookup, strict=True)))
+            options += [(n, False, num_rows + gains[n], seconds[n + 1]) for n in range(1 + max_lookup)]
+        if max_draft > 0:
+            base, slope = self._costs.draft_seconds(sum(len(draft) > 1 for draft in drafts))
+            by_either = [map(max, lookup, draft) for lookup, draft in zip(by_lookup, by_draft, strict=True)]
+            gains = list(map(sum, zip(*by_either, strict=True)))
+            draft_seconds = [base + slope * min(n, max_draft) for n in range(1 + longest)]
+            options += [
+                (n, True, num_rows + gains[n], seconds[n + 1] + draft_seconds[n]) for n in range(1, 1 + longest)
+            ]
+        n, with_drafter, tokens, cost = max(options, key=lambda option: option[2] / option[3])
+        rows = [
+            _row_plan(DRAFTER, min(n, len(draft) - 1))
+            if with_drafter and _at(draft, n) > _at(lookup, n)
+            else _row_plan(LOOKUP, min(n, len(lookup) - 1))
+            for lookup, draft in zip(lookups, drafts, strict=True)
+        ]
+        return _Choice(rows, 1 + n, tokens, num_rows * cost / seconds[1])
+
+    def _is_plain_due(self, num_rows: int, advantage: float) -> bool:
+        """Whether to measure a plain pass again, with which everything is compared: often at first."""
+        pause = min(2 * 4 ** self._costs.num_plain(num_rows), 128)
+        return self._rounds_since_plain >= (pause if advantage < self.CLEAR else 4 * pause)
+
+    def _probe(self, lookups: list[list[float]], drafts: list[list[float]]) -> "_Choice | None":
+        """A round of a drafter that is hoped to be good again, once the share of the time for tries pays for it."""
+        hopes = [[sum(self.HOPE**k for k in range(1, n + 1)) for n in range(len(gains))] for gains in drafts]
+        probe = self._best(lookups, hopes, must_draft=True)
+        if not probe.uses_drafter:  # the lookups are better even so
+            return None
+        tokens = sum(
+            1 + _at(draft if row.source == DRAFTER else lookup, row.num_tokens)
+            for row, lookup, draft in zip(probe.rows, lookups, drafts, strict=True)
+        )
+        loss = (probe.break_even - tokens) / len(drafts)
+        self._pause = min(loss / self._share, self.MAX_PAUSE)
+        if self._rounds_since_draft < self._pause:
+            return None
+        self._drafts.forget()
+        self._break_even = probe.break_even
+        return probe
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What the rows do, the width of the pass, expected new tokens, and how many plain decoding has in that time."""
+
+    rows: list[RowPlan]
+    width: int
+    tokens: float
+    break_even: float
+
+    @property
+    def advantage(self) -> float:
+        return self.tokens / self.break_even
+
+    @property
+    def uses_drafter(self) -> bool:
+        return any(row.source == DRAFTER for row in self.rows)
 
 
 SCHEDULES: dict[str, type[ConstantSchedule] | type[AutoSchedule]] = {
@@ -346,8 +397,13 @@ def _plain(rows: Sequence[RowState], reason: str) -> Plan:
     return Plan([RowPlan("none", 0)] * len(rows), reason)
 
 
+def _padded(gains: list[list[float]], num_tokens: int) -> list[list[float]]:
+    """Each row's gains up to so many tokens; beyond what there is, nothing is gained."""
+    return [row + row[-1:] * (1 + num_tokens - len(row)) for row in gains]
+
+
 def _at(gains: list[float], num_tokens: int) -> float:
-    """Gain of so many tokens, or of all there are."""
+    """The gain of so many tokens, or of all there are."""
     return gains[num_tokens] if num_tokens < len(gains) else gains[-1]
 
 

@@ -17,16 +17,22 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-AttentionMode = Literal["packed"]
+AttentionMode = Literal["packed", "invariant"]
 
 # Longer chunks are bound by arithmetic, and their mask, tiled over a group, would outgrow the copies that it saves.
 _MAX_PACKED_QUERIES = 128
 # Full and sliding attention, with room for another; where devices differ, every layer is given a copy of its own.
 _MAX_SHARED_MASKS = 4
+
+# PyTorch's CPU kernel works through 32 rows and 512 keys at a time, two matrix products for each such block. The bits
+# of a product's row depend on the number of keys (where a sum over them is cut in two), and on whether there are at
+# least four rows; those of a softmax on whether its last keys fill a vector.
+INVARIANT_KEYS = 512
+_INVARIANT_ROWS = 4
 
 _lock = Lock()
 _num_open = 0
@@ -37,17 +43,35 @@ class _Attention:
 
     def __init__(self, mode: AttentionMode):
         self.mode = mode
-        self._packed_masks: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.row_multiple, self.key_multiple = (_INVARIANT_ROWS, INVARIANT_KEYS) if mode == "invariant" else (1, 1)
+        self._packed_masks: dict[tuple, tuple[torch.Tensor | None, torch.Tensor]] = {}
 
-    def packed_mask(self, mask: torch.Tensor, query: torch.Tensor, num_groups: int) -> torch.Tensor:
+    def serves(self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> bool:
+        """Whether ours is the way for these plain states: always in a decoding step if it must be invariant."""
+        num_queries = query.shape[2]
+        if num_queries > _MAX_PACKED_QUERIES or (mask is None and num_queries > 1):
+            # Several queries without a mask are causal from the first key on: a prefill.
+            return False
+        if self.mode == "invariant":
+            return True
+        if query.shape[1] == key.shape[1]:
+            return False
+        # The flash kernels of CUDA know grouped queries, if there is no mask. On CPU, a single row takes a slow matrix
+        # product in half precision, and a fast one in float32.
+        return mask is not None or (query.device.type == "cpu" and query.dtype != torch.float32)
+
+    def packed_mask(self, mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
         """`_packed_mask`, made once for all the layers that were given the same mask."""
-        key = id(mask), num_groups, query.shape[2], query.dtype
-        if key not in self._packed_masks:
+        if mask is None and self.mode == "packed":
+            return None
+        identity = id(mask), query.shape[:3], query.dtype, key.shape[1:3]
+        if identity not in self._packed_masks:
             if len(self._packed_masks) >= _MAX_SHARED_MASKS:
                 self._packed_masks.clear()
+            packed = _packed_mask(mask, query, key, self.row_multiple, self.key_multiple)
             # The mask is kept beside its packed form, or another one could come to stand at its address.
-            self._packed_masks[key] = mask, _packed_mask(mask, query, num_groups)
-        return self._packed_masks[key][1]
+            self._packed_masks[identity] = mask, packed
+        return self._packed_masks[identity][1]
 
 
 _attending: ContextVar[_Attention | None] = ContextVar("dspark_hf_target_attention", default=None)
@@ -64,7 +88,8 @@ def attending(mode: AttentionMode) -> Iterator[None]:
     Open one block per pass: masks must not change inside.
 
     Args:
-        mode: "packed" attends without copying keys and values for grouped queries.
+        mode: "packed" attends without copying keys and values for grouped queries. "invariant" also gives every row of
+            a decoding pass the same bits whatever the other rows are and whatever keys follow its own.
     """
     token = _attending.set(_Attention(mode))
     _open()
@@ -119,7 +144,7 @@ def _sdpa(
         or stock is not sdpa_attention_forward
         or args
         or not _is_plain(module, query, key, value, attention_mask, kwargs)
-        or not _is_worth_packing(query, key, attention_mask)
+        or not attention.serves(query, key, attention_mask)
     ):
         return stock(module, query, key, value, attention_mask, *args, **kwargs)
     return _packed(attention, query, key, value, attention_mask, kwargs.get("scaling")), None
@@ -169,17 +194,6 @@ def _is_plain_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -
     )
 
 
-def _is_worth_packing(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    num_queries = query.shape[2]
-    if query.shape[1] == key.shape[1] or num_queries > _MAX_PACKED_QUERIES:
-        return False
-    if mask is not None:
-        return True
-    # Several queries without a mask are causal from the first key on, a prefill, and the flash kernels of CUDA know
-    # grouped queries. On CPU, one row takes a slow matrix product in half precision; in float32, a fast one.
-    return num_queries == 1 and query.device.type == "cpu" and query.dtype != torch.float32
-
-
 def _packed(
     attention: _Attention,
     query: torch.Tensor,
@@ -190,29 +204,56 @@ def _packed(
 ) -> torch.Tensor:
     """Attention with the query heads of a group as rows of one head: `[B, W, H, D]`."""
     batch_size, num_heads, num_queries, head_dim = query.shape
-    num_groups = num_heads // key.shape[1]
-    rows = query.reshape(batch_size, key.shape[1], num_groups * num_queries, head_dim)
-    if mask is not None:
-        mask = attention.packed_mask(mask, query, num_groups)
-    output = scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
+    num_key_heads, num_keys = key.shape[1:3]
+    num_groups = num_heads // num_key_heads
+    num_rows = num_groups * num_queries
+    rows = query.reshape(batch_size, num_key_heads, num_rows, head_dim)
+    rows = _padded(rows, _round_up(num_rows, attention.row_multiple))
+    num_keys = _round_up(num_keys, attention.key_multiple)
+    mask = attention.packed_mask(mask, query, key)
+    key, value = _padded(key, num_keys), _padded(value, num_keys)
+    output = scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)[:, :, :num_rows]
     return output.reshape(batch_size, num_heads, num_queries, head_dim).transpose(1, 2).contiguous()
 
 
-def _packed_mask(mask: torch.Tensor, query: torch.Tensor, num_groups: int) -> torch.Tensor:
-    """The mask of the packed rows, `[B or 1, Hkv or 1, H / Hkv * W, L]`, to be added to the scores.
+def _padded(states: torch.Tensor, length: int) -> torch.Tensor:
+    """`[B, Hkv, length, D]`: the states and zeros behind them, a copy only where there is something to add."""
+    missing = length - states.shape[2]
+    return pad(states, (0, 0, 0, missing)) if missing else states
+
+
+def _packed_mask(
+    mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, row_multiple: int, key_multiple: int
+) -> torch.Tensor:
+    """The mask of the packed rows, `[B or 1, Hkv or 1, R, L]`, to be added to the scores; `None` masks nothing.
+
+    `R` is `H / Hkv * W` and `L` the number of keys, each rounded up to its multiple: rows behind the end see the keys
+    that the others see, nobody sees the keys behind the end.
 
     PyTorch turns a boolean mask into such a one in every call, and pads it to an even number of bytes for CUDA's
     kernels: both are done here, once for all layers.
     """
-    batch_size, num_heads, _, num_keys = mask.shape
-    num_queries = query.shape[2]
-    groups = (1, num_groups) if num_heads == 1 else (num_heads // num_groups, num_groups)
-    rows = mask.expand(-1, -1, num_queries, -1)
-    rows = rows.reshape(batch_size, groups[0], -1, num_queries, num_keys).expand(-1, -1, num_groups, -1, -1)
-    shape = (batch_size, groups[0], num_groups * num_queries, num_keys)
+    num_queries, num_keys, num_groups = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
+    if mask is None:
+        mask = torch.ones(1, 1, 1, num_keys, dtype=torch.bool, device=query.device)
+    batch_size, num_heads = mask.shape[:2]
+    # Heads of a mask by group, with one group of one where the mask is the same for all heads.
+    by_group = (1, 1) if num_heads == 1 else (key.shape[1], num_groups)
+    given = mask.expand(-1, -1, num_queries, -1).reshape(batch_size, *by_group, num_queries, num_keys)
+    given = given.expand(-1, -1, num_groups, -1, -1).flatten(2, 3)
     dtype = query.dtype if mask.dtype == torch.bool else mask.dtype
-    packed = torch.empty(*shape[:3], -(-num_keys // 16) * 16, dtype=dtype, device=mask.device)[..., :num_keys]
+    shape = (batch_size, by_group[0], _round_up(num_groups * num_queries, row_multiple))
+    padded_length = _round_up(num_keys, key_multiple)
+    packed = torch.zeros(*shape, _round_up(padded_length, 16), dtype=dtype, device=mask.device)
+    packed = packed[..., :padded_length]
+    packed[..., num_keys:] = -torch.inf
+    inside = packed[:, :, : given.shape[2], :num_keys]
     if mask.dtype == torch.bool:
-        packed.zero_()
-        return packed.masked_fill_(~rows.reshape(shape), -torch.inf)
-    return packed.copy_(rows.reshape(shape))
+        inside.masked_fill_(~given, -torch.inf)
+    else:
+        inside.copy_(given)
+    return packed
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -21,7 +21,7 @@ _SLACK = 16
 
 
 def open_rows(
-    cache: Cache, num_rows: int, max_length: int, prompt_mask: torch.Tensor | None
+    cache: Cache, num_rows: int, max_length: int, prompt_mask: torch.Tensor | None, has_spare_tokens: bool = False
 ) -> "BufferedRows | CroppedRows":
     """What a call decodes with, from a cache that holds the prompt.
 
@@ -30,8 +30,9 @@ def open_rows(
         num_rows: rows of the batch.
         max_length: no row will be longer.
         prompt_mask: `[B, P]`, 0 at padding; `None` without padding.
+        has_spare_tokens: passes may go beyond `max_length`, where a static cache has no room.
     """
-    if _is_bufferable(cache, num_rows):
+    if _is_bufferable(cache, num_rows > 1 or has_spare_tokens):
         return BufferedRows(cache, num_rows, max_length, prompt_mask)
     return CroppedRows(cache)
 
@@ -41,9 +42,9 @@ def can_roll_back(layer: Any) -> bool:
     return is_croppable(layer) or type(layer) in (StaticLayer, StaticSlidingWindowLayer)
 
 
-def _is_bufferable(cache: Cache, num_rows: int) -> bool:
+def _is_bufferable(cache: Cache, leaves_static_layers: bool) -> bool:
     kinds: tuple[type, ...] = (DynamicLayer, DynamicSlidingWindowLayer)
-    if num_rows > 1 or not all(map(is_croppable, cache.layers)):
+    if leaves_static_layers or not all(map(is_croppable, cache.layers)):
         # A static cache cannot hold rows of different lengths: it waits outside and is filled at the end.
         kinds += (StaticLayer, StaticSlidingWindowLayer)
     return not cache.offloading and all(type(layer) in kinds for layer in cache.layers if _holds_states(layer))
@@ -73,15 +74,17 @@ class CroppedRows:
         self.lengths = [int(cache.get_seq_length())]
         layers: Any = cache.layers
         self.static_length = layers[0].max_cache_len if cache.is_compileable else None
+        self.width = 0
         # Only now: while it records, a sliding-window cache would hold a long prompt in full.
         cache.activate_past_recording()
 
     def begin(self, width: int) -> None:
         """Before a pass over `width` tokens."""
+        self.width = width
 
-    def commit(self, counts: list[int], width: int) -> None:
+    def commit(self, counts: list[int]) -> None:
         """Keeps the first tokens of the last pass."""
-        self._cache.crop(-(width - counts[0]))
+        self._cache.crop(-(self.width - counts[0]))
         self.lengths[0] += counts[0]
 
     def select(self, slots: list[int]) -> None:
@@ -218,7 +221,7 @@ class BufferedRows:
         mask = torch.zeros(visible.shape, dtype=dtype, device=device)
         return mask.masked_fill_(~visible, torch.finfo(dtype).min)
 
-    def commit(self, counts: list[int], width: int) -> None:
+    def commit(self, counts: list[int]) -> None:
         """Keeps the first tokens of the last pass, of each active row as many as it says; the rest is overwritten."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 

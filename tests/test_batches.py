@@ -1237,7 +1237,6 @@ class TestDrafters:
         stops = {"eos_token_id": STOPS, "pad_token_id": PAD}
         lengths = [len(until(answer, STOPS)) for answer in answers(8)]
         assert len(set(lengths)) > 3
-        assert max(lengths) == NUM_TOKENS
         assert lengths != sorted(lengths)
         settings = {**ours(DRAFTERS[kind]()), "assistant_confidence_threshold": threshold}
         self.assert_drafts_of_the_row_alone(num_rows=8, **settings, **stops)

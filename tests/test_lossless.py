@@ -42,7 +42,7 @@ from transformers import (
 from transformers.generation import MaxTimeCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from dspark_hf import DSparkDrafter
+from dspark_hf import DSparkDrafter, UnsupportedGenerationError
 from dspark_hf._compat import CACHE_NAME
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -742,3 +742,31 @@ def assert_same_tree(ours: Any, plain: Any, path: str) -> None:
         assert len(ours) == len(plain), path
         for index, (a, b) in enumerate(zip(ours, plain, strict=True)):
             assert_same_tree(a, b, f"{path}[{index}]")
+
+
+class TestDraftInvariance:
+    """With `draft_invariant`, half-precision text depends on nothing but the target: not on drafts and their lengths."""
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("num_rows", [1, 3])
+    @pytest.mark.parametrize("cache", ["dynamic", "static"])
+    def test_one_text_whatever_is_drafted(self, cache: str, num_rows: int, dtype: torch.dtype):
+        model = kit.new_target().to(dtype)
+        rows = [PROMPT[: len(PROMPT) - 3 * row] for row in range(num_rows)]
+        call = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, "cache_implementation": cache}
+        call["input_ids"] = torch.tensor([[0] * (len(PROMPT) - len(row)) + [*row] for row in rows])
+        call["attention_mask"] = torch.tensor([[0] * (len(PROMPT) - len(row)) + [1] * len(row) for row in rows])
+        known = [row[len(PROMPT) :].tolist() for row in model.generate(**call)]
+        texts = []
+        for wrong_at, num_tokens in itertools.product((None, 0, 2), (1, 2, 4)):
+            assistant = kit.new_drafter().to(dtype)
+            with knowing(known, wrong_at=wrong_at, num_unseen=None), assistant.trace() as trace:
+                settings = {"draft_invariant": True, "num_assistant_tokens": num_tokens}
+                texts.append(model.generate(**call, assistant_model=assistant, **settings).tolist())
+            assert kit.num_drafted(trace.rounds) > 0
+        assert all(text == texts[0] for text in texts)
+
+    def test_eager_attention_is_refused(self):
+        model = kit.new_target(attn_implementation="eager")
+        with pytest.raises(UnsupportedGenerationError, match="needs a target with `attn_implementation='sdpa'`"):
+            model.generate(**inputs(), assistant_model=drafter(), draft_invariant=True)
