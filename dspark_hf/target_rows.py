@@ -256,6 +256,9 @@ class BufferedRows:
                 layer.pour_into(original, slots, by_row)
             else:
                 original.reset()
+        # Layers, stores and rows point at each other: without this, keys and values would wait for the collector.
+        for store in self._stores.values():
+            store.layers.clear()
         self._stores.clear()
 
 
