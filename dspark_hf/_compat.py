@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from transformers import Cache
+from transformers import Cache, cache_utils
 from transformers.cache_utils import QuantizedLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
@@ -12,6 +12,9 @@ TargetModel = Any
 # Until 5.24 the cache is called `past_key_values` in arguments and outputs. Goes with support for < 5.24.
 CACHE_NAME = "cache" if "cache" in GenerateDecoderOnlyOutput.__annotations__ else "past_key_values"
 
+
+# What a cache has in the place of a layer without keys and values of its own. Older versions have no such thing.
+DUMMY_LAYER: Any = getattr(cache_utils, "DummyLayer", ())
 
 # Until 5.24 a prefill in chunks starts over on a part-filled cache, and plain generation is wrong. Goes with < 5.24.
 CHUNKS_PART_FILLED_CACHE = CACHE_NAME == "cache"

@@ -429,11 +429,12 @@ class _WaitingContext:
             self.offsets = self._real[:, :num_cached].sum(dim=1).tolist()
         self._device, self._dtype = device, dtype
         self._parts: list[tuple[torch.Tensor, list[int]]] = []
+        self._num_waiting = 0
 
     @property
     def num_waiting(self) -> int:
-        """Positions of the row with the most."""
-        return max((sum(counts) for counts in zip(*(counts for _, counts in self._parts), strict=True)), default=0)
+        """Positions that wait, padding of short rows included."""
+        return self._num_waiting
 
     @property
     def is_in_prompt(self) -> bool:
@@ -442,6 +443,7 @@ class _WaitingContext:
 
     def clear(self) -> None:
         self._parts.clear()
+        self._num_waiting = 0
 
     def keep_prompt(self, features: torch.Tensor) -> None:
         """Takes `[B, T, m * Ht]` states of the next T positions of the prompts, and drops padding."""
@@ -458,20 +460,25 @@ class _WaitingContext:
             order = (~real).long().sort(dim=1, stable=True).indices[:, : max(counts)]
             features = features.gather(1, order.to(features.device)[:, :, None].expand(-1, -1, features.shape[2]))
             self._parts.append((features.to(self._device, self._dtype), counts))
+            self._num_waiting += max(counts)
         self.num_absorbed = end
 
     def keep(self, features: torch.Tensor, counts: list[int]) -> None:
         """Takes the first positions of `[R, T, m * Ht]` states, of each row as many as `counts` says."""
         self._parts.append((features[:, : max(counts)].to(self._device, self._dtype), counts))
+        self._num_waiting += max(counts)
         self.num_absorbed += max(counts)
 
     def take(self) -> tuple[torch.Tensor | None, list[int]]:
         """All states that wait, `[R, T, m * Ht]`, and how many are each row's, padding behind."""
-        parts, self._parts = self._parts, []
+        parts, self._parts, self._num_waiting = self._parts, [], 0
         if not parts:
             return None, [0] * len(self.offsets)
         if len(parts) == 1:
             return parts[0]
+        if all(len(set(counts)) == 1 for _, counts in parts):
+            num_positions = sum(counts[0] for _, counts in parts)
+            return torch.cat([features for features, _ in parts], dim=1), [num_positions] * len(self.offsets)
         counts = [sum(of_row) for of_row in zip(*(counts for _, counts in parts), strict=True)]
         rows = [
             torch.cat([features[row, : of_rows[row]] for features, of_rows in parts]) for row in range(len(counts))

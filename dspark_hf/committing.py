@@ -23,6 +23,9 @@ from .sequences import Sequences
 
 _ROW_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
 
+# Without an end token there is no padding: rows that these stop must end together, as in plain generation.
+_UNEVEN = (MaxTimeCriteria, StopStringCriteria)
+
 
 class Committer:
     """The text of a call, and everything that decides about its next tokens.
@@ -41,8 +44,9 @@ class Committer:
         slots: of the rows that were active in the last commit, those (by their place in it) that go on.
         num_new_tokens: tokens of all rows so far, padding not counted.
         num_new: of each row of the last commit, the tokens that it gained, padding not counted.
+        new_tokens: these tokens.
         num_accepted: of each row of the last commit, the draft tokens that joined the text.
-        num_examined: of each row of the last commit, the draft tokens that were looked at.
+        has_overflown: what the draft of the last commit says, where it was fetched with the rest.
     """
 
     def __init__(
@@ -61,7 +65,8 @@ class Committer:
         self.num_new_tokens = 0
         self.num_new: list[int] = []
         self.num_accepted: list[int] = []
-        self.num_examined: list[int] = []
+        self.new_tokens: list[list[int]] = []
+        self.has_overflown: bool | None = None
         self._config = config
         self._processors: Any = logits_processor
         self._of_row = by_row(logits_processor, input_ids.shape[0])
@@ -83,7 +88,7 @@ class Committer:
         return (
             are_memoryless(self._processors)
             and all(type(c) in _ROW_CRITERIA for c in self._criteria)
-            and (num_rows == 1 or self._pads or not any(type(c) is StopStringCriteria for c in self._criteria))
+            and (num_rows == 1 or self._pads or not any(type(c) in _UNEVEN for c in self._criteria))
             and (num_rows == 1 or self.streamer is None)
             and not self.outputs.are_wanted
         )
@@ -101,7 +106,7 @@ class Committer:
             a row that ended before others.
         """
         num_rows = len(self.active)
-        self.num_accepted, self.num_examined = [0] * num_rows, [0] * num_rows
+        self.num_accepted, self.new_tokens = [0] * num_rows, [[] for _ in range(num_rows)]
         if self._is_in_step:
             counts = self._commit_in_step(logits, draft)
         elif self._at_once:
@@ -138,9 +143,9 @@ class Committer:
             for slot, token, stands in zip(standing, tokens, stand, strict=True):
                 row = self.active[slot]
                 self.sequences.append(row, [token])
+                self.new_tokens[slot].append(token)
                 counts[slot] += 1
                 self.num_accepted[slot] += stands
-                self.num_examined[slot] += position < lengths[slot]
                 self._finished[row] = self._stops(row, token)
                 if self.streamer is not None:
                     self.streamer.put(torch.tensor([token]))
@@ -237,10 +242,13 @@ class Committer:
         if self._processors:
             flat = scores.reshape(-1, scores.shape[-1])
             scores = self._processors(self.sequences.prefix(self.active[0]), flat).view(scores.shape)
-        lengths = torch.tensor(draft.row_lengths, device=scores.device)
-        block, num_accepted = self._decide_at_once(scores, draft, lengths)
-        on_host = torch.cat((num_accepted[:, None], block), dim=1).tolist()
-        for slot, (accepted, *tokens) in enumerate(on_host):
+        block, num_accepted = self._decide_at_once(scores, draft)
+        overflow = draft.has_overflown if draft.has_overflown is not None else block.new_zeros((), dtype=torch.bool)
+        on_host = torch.cat((num_accepted, overflow.to(block)[None], block.flatten())).tolist()
+        num_rows, width = block.shape
+        self.has_overflown = bool(on_host[num_rows])
+        rows = [on_host[num_rows + 1 + slot * width :][:width] for slot in range(num_rows)]
+        for slot, (accepted, tokens) in enumerate(zip(on_host[:num_rows], rows, strict=True)):
             row, kept = self.active[slot], 0
             start = self.sequences.lengths[row]
             self.sequences.append(row, block[slot, : accepted + 1])
@@ -250,18 +258,17 @@ class Committer:
                 self.sequences.lengths[row] = start + kept
                 self._finished[row] = self._stops(row, tokens[kept - 1])
             counts[slot] = kept
+            self.new_tokens[slot] = tokens[:kept]
             self.num_accepted[slot] = min(accepted, kept)
-            self.num_examined[slot] = min(accepted + 1, draft.row_lengths[slot])
             if self.streamer is not None:
                 for token in tokens[:kept]:
                     self.streamer.put(torch.tensor([token]))
         return counts
 
-    def _decide_at_once(
-        self, scores: torch.Tensor, draft: Draft, lengths: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _decide_at_once(self, scores: torch.Tensor, draft: Draft) -> tuple[torch.Tensor, torch.Tensor]:
         """`[R, 1 + n]` tokens, good up to the first one behind the accepted draft, and `[R]` accepted draft tokens."""
         ids, num_drafted = draft.token_ids, draft.length
+        lengths = torch.tensor(draft.row_lengths, device=ids.device)
         on_draft = torch.arange(num_drafted, device=ids.device) < lengths[:, None]
         if not self._config.do_sample:
             block = scores.argmax(dim=-1)
@@ -297,8 +304,8 @@ class Committer:
             goes_on = [not self._finished[row] or not self._pads for row in self.active]
             for slot in open_slots:
                 self.num_new[slot] += 1
+                self.new_tokens[slot].append(tokens[slot])
                 self.num_accepted[slot] += stand[slot]
-                self.num_examined[slot] += position < lengths[slot]
             position += 1
             if all(self._finished) or not all(s for s, goes in zip(stand, goes_on, strict=True) if goes):
                 return [position] * len(slots)

@@ -50,6 +50,11 @@ class DraftCache:
         """`[B]`, keys of each row in the expected pass, block included; `None` where all rows have all of them."""
         return None if self._place is None else self._place.key_lengths
 
+    @property
+    def fewest_keys(self) -> int:
+        """Keys of the shortest row in the expected pass, where `key_lengths` tells rows apart."""
+        return 0 if self._place is None else self._place.fewest_keys
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,6 +119,7 @@ class _Place:
     ):
         self.end = max(ends) + num_block
         self.key_lengths = torch.tensor(ends, device=device) + num_block
+        self.fewest_keys = min(ends) + num_block
         context = torch.arange(num_context, device=device)
         columns = torch.tensor(lengths, device=device)[:, None] + context
         columns = columns.masked_fill(context >= torch.tensor(counts, device=device)[:, None], self.end)

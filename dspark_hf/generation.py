@@ -25,13 +25,13 @@ from .committing import Committer
 from .costs import CostTable
 from .lookup import ContextLookup
 from .modeling_dspark import DSparkDrafter
-from .requests import cannot_crop, check_request
+from .requests import cannot_batch, cannot_crop, check_request
 from .sampling import one_hot_scores
 from .scheduling import DraftLength, Plan, RowOutcome, RowState, Schedule, new_schedule, resolve_draft_length
 from .sequences import Sequences
 from .target_attention import AttentionMode, attending
 from .target_inputs import TargetInputs
-from .target_rows import BufferedRows, CroppedRows, can_roll_back, open_rows
+from .target_rows import BufferedRows, CroppedRows, can_roll_back, open_rows, takes_batches
 from .target_taps import skips_prompt_positions
 from .trace import Round, Trace, active_traces
 from .vocabulary import DraftVocabularyMap
@@ -189,11 +189,10 @@ class _Decoding:
                         self.round()
                     else:
                         self._keep_peers_company()
+                self._feed_last_tokens()
         finally:
             if self.rows is not None:
-                cache = get_cache(self.inputs.model_kwargs)
-                is_visible = self.config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
-                self.rows.restore(bool(is_visible))
+                self.rows.restore(self._cache_is_visible)
             for trace in self.traces:
                 trace.seconds += self.clock.now() - started
                 trace.num_new_tokens += self.committer.num_new_tokens
@@ -214,14 +213,16 @@ class _Decoding:
             raise cannot_crop(self.model, cache)
         num_rows, mask = len(self.sequences), kwargs.get("attention_mask")
         if num_rows > 1:
+            if not takes_batches(cache):
+                raise cannot_batch(cache)
             self.inputs.open_batch(mask, int(cache.get_seq_length()), num_rows)
         self.rows = open_rows(
             cache, num_rows, self.config.max_length, mask, has_spare_tokens=self._attention_mode == "invariant"
         )
-        counts = self.committer.commit(outputs.logits[:, -1:], nothing(input_ids[:, 0]))
+        self.committer.commit(outputs.logits[:, -1:], nothing(input_ids[:, 0]))
         self.committer.outputs.add_prompt(outputs)
         self.inputs.commit(outputs, 1)
-        self._after_commit(list(range(num_rows)), counts)
+        self._after_commit(list(range(num_rows)))
 
     def round(self) -> None:
         """Draft, schedule, verify, commit."""
@@ -240,9 +241,9 @@ class _Decoding:
             )
         self.rows.commit(counts)
         self.generator.commit(counts)
-        self.generator.check_overflow(draft)
+        self.generator.check_overflow(draft, committer.has_overflown)
         self.inputs.commit(outputs, counts[0])
-        self._after_commit(active, counts)
+        self._after_commit(active)
         self._learn(plan, draft, active, clock.now() - started, drafted - started)
         if self.traces:
             times: dict[str, Any] = {"draft_seconds": drafted - started, "verify_seconds": verified - drafted}
@@ -301,11 +302,11 @@ class _Decoding:
             states.append(RowState(row, length, room, offer, self.generator.can_draft))
         return states
 
-    def _after_commit(self, active: list[int], counts: list[int]) -> None:
+    def _after_commit(self, active: list[int]) -> None:
         """Tells the context lookup, and takes finished rows out of everything."""
         if self.lookups:
-            for row, count in zip(active, counts, strict=True):
-                self.lookups[row].extend(self.sequences.prefix(row)[0, -count:].tolist())
+            for row, tokens in zip(active, self.committer.new_tokens, strict=True):
+                self.lookups[row].extend(tokens)
         slots = self.committer.slots
         if slots and len(slots) < len(active):
             assert self.rows is not None
@@ -316,7 +317,7 @@ class _Decoding:
     def _learn(self, plan: Plan, draft: Draft, active: list[int], seconds: float, draft_seconds: float) -> None:
         committer = self.committer
         outcomes = [
-            RowOutcome(row, plan.rows[slot].source, committer.num_examined[slot], committer.num_accepted[slot])
+            RowOutcome(row, plan.rows[slot].source, draft.row_lengths[slot], committer.num_accepted[slot])
             for slot, row in enumerate(active)
         ]
         self.schedule.observe(plan, outcomes, seconds, draft_seconds if self.clock.is_exact else None)
@@ -331,6 +332,26 @@ class _Decoding:
             return ids
         real = (prompt_mask[:, -len(ids[0]) :] != 0).tolist()
         return [[token for token, is_real in zip(*row, strict=True) if is_real] for row in zip(ids, real, strict=True)]
+
+    @property
+    def _cache_is_visible(self) -> bool:
+        """Whether anybody sees the cache after the call."""
+        cache = get_cache(self.inputs.model_kwargs)
+        return bool(self.config.return_dict_in_generate or getattr(cache, "_is_user_defined", False))
+
+    def _feed_last_tokens(self) -> None:
+        """Rows that ended before others left without the states of their last token, which plain generation has."""
+        if not isinstance(self.rows, BufferedRows) or len(self.sequences) == 1 or not self._cache_is_visible:
+            return
+        early = self.rows.early_rows()
+        if early:
+            self.rows.recall(early)
+            self.inputs.recall(early)
+            newest = [self.sequences.token(row, n) for row, n in zip(early, self.rows.lengths, strict=True)]
+            self.rows.begin(1)
+            inputs = self.inputs.of_pass(self.rows, torch.stack(newest)[:, None], 1)
+            self.model(**inputs, return_dict=True)
+            self.rows.commit([1] * len(early))
 
     def _keep_peers_company(self) -> None:
         # Sharded parameters are gathered by all processes together: one pass for each of theirs.

@@ -131,6 +131,7 @@ class BlockMasks:
     Args:
         padding_mask: `[B, keys]`, 0 at padding; `None` without padding.
         key_lengths: `[B]`, keys of each row, its block last; `None`: all of them.
+        fewest_keys: the smallest of `key_lengths`, known without asking the device.
     """
 
     def __init__(
@@ -140,8 +141,10 @@ class BlockMasks:
         block_length: int,
         dtype: torch.dtype,
         key_lengths: torch.Tensor | None = None,
+        fewest_keys: int = 0,
     ):
         self.config = config
+        self.fewest_keys = fewest_keys
         self.padding_mask = padding_mask
         self.key_lengths = key_lengths
         self.block_length = block_length
@@ -151,19 +154,21 @@ class BlockMasks:
     def first_key(self, num_keys: int) -> int:
         """How many keys, the oldest, nothing in the block sees: they may be left out."""
         window = self.config.context_window
-        if window is None or self.key_lengths is not None:
+        if window is None:
             return 0
-        return max(0, num_keys - self.block_length - window)
+        fewest = num_keys if self.key_lengths is None else self.fewest_keys
+        return max(0, fewest - self.block_length - window)
 
-    def get(self, layer_type: str, num_keys: int, device: torch.device) -> torch.Tensor | None:
+    def get(self, layer_type: str, num_keys: int, device: torch.device, first: int = 0) -> torch.Tensor | None:
+        """The mask over `num_keys` keys, before which `first` were left out."""
         if (layer_type, num_keys) not in self._made:
-            self._made[layer_type, num_keys] = self._make(layer_type, num_keys, device)
+            self._made[layer_type, num_keys] = self._make(layer_type, num_keys, device, first)
         return self._made[layer_type, num_keys]
 
-    def _make(self, layer_type: str, num_keys: int, device: torch.device) -> torch.Tensor | None:
+    def _make(self, layer_type: str, num_keys: int, device: torch.device, first: int) -> torch.Tensor | None:
         visible = None
         if layer_type == "sliding_attention" or self.key_lengths is not None:
-            visible = self._visible(layer_type, num_keys, device)[:, None]
+            visible = self._visible(layer_type, num_keys, device, first)[:, None]
         if self.padding_mask is not None:
             # A host cache may hand out fewer keys than the mask covers: the newest ones.
             padding = self.padding_mask[:, None, None, -num_keys:].bool().to(device)
@@ -174,9 +179,12 @@ class BlockMasks:
         mask = mask.masked_fill(~visible, torch.finfo(self.dtype).min)
         return mask.expand(-1, -1, self.block_length, -1)
 
-    def _visible(self, layer_type: str, num_keys: int, device: torch.device) -> torch.Tensor:
+    def _visible(self, layer_type: str, num_keys: int, device: torch.device, first: int) -> torch.Tensor:
         """`[B or 1, S, keys]` booleans; positions are counted from the anchor, so that context has negative ones."""
-        ends = torch.tensor([num_keys], device=device) if self.key_lengths is None else self.key_lengths.to(device)
+        if self.key_lengths is None:
+            ends = torch.tensor([num_keys], device=device)
+        else:
+            ends = self.key_lengths.to(device) - first
         query = torch.arange(self.block_length, device=device)[:, None]
         key = torch.arange(num_keys, device=device) - (ends[:, None, None] - self.block_length)
         visible = key < self.block_length
@@ -247,7 +255,7 @@ class DraftAttention(nn.Module):
             keys, values = cache.update(keys, values, self.layer_idx)
         first = masks.first_key(keys.shape[-2])
         keys, values = keys[:, :, first:], values[:, :, first:]
-        mask = masks.get(self.layer_type, keys.shape[-2], keys.device)
+        mask = masks.get(self.layer_type, keys.shape[-2], keys.device, first)
         output, _ = self._attend(mask)(
             self,
             query,
@@ -397,8 +405,8 @@ class DSparkDrafter(PreTrainedModel):
     """A DSpark (or DFlash) drafter: proposes a block of tokens from a target's hidden states.
 
     It is handed to the target: `target.generate(..., assistant_model=drafter)`. `generation_config` holds its
-    settings, named as in transformers: `num_assistant_tokens` (default: all that a block gives) and
-    `assistant_confidence_threshold` (default: off).
+    settings, named as in transformers: `num_assistant_tokens` (default: all that a block gives),
+    `assistant_confidence_threshold` (default: off) and `num_assistant_tokens_schedule` (default: `"auto"`).
     """
 
     config: DSparkConfig
@@ -536,8 +544,8 @@ class DSparkDrafter(PreTrainedModel):
                 f"got {position_ids.shape[-1]}."
             )
         context = None if context_hidden_states is None else self.project_context(context_hidden_states)
-        key_lengths = cache.key_lengths if isinstance(cache, DraftCache) else None
-        masks = BlockMasks(self.config, attention_mask, block_length, noise_embeds.dtype, key_lengths)
+        rows = (cache.key_lengths, cache.fewest_keys) if isinstance(cache, DraftCache) else (None, 0)
+        masks = BlockMasks(self.config, attention_mask, block_length, noise_embeds.dtype, *rows)
         rotary = self.rotary_emb(position_ids, noise_embeds.dtype)
         hidden_states = noise_embeds
         for layer in self.layers:

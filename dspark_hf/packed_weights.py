@@ -10,8 +10,6 @@ Nothing is traced or compiled: any cache, hook, shape and attention implementati
 generation profits too. `torch.compile` on CPU packs weights only where it freezes them into one graph per width.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,7 +27,8 @@ def pack_weights(model: nn.Module) -> int:
     In place and for every user of the model, until `unpack_weights`. Layers that this cannot serve stay as they are:
     other devices, other dtypes than bfloat16 and float32, subclasses of `nn.Linear` (quantized, adapted ones).
     A packed layer returns to its own weights by itself under autograd, autocast and tracing, and once its weights
-    have changed; layers may be packed while other threads use them.
+    have changed. A change through `.data`, as merging adapters makes it, cannot be seen: pack again after it. Layers
+    may be packed while other threads use them.
 
     Args:
         model: a target, a drafter, or any other module. Its parameters and its state dict stay as they are.
@@ -38,7 +37,7 @@ def pack_weights(model: nn.Module) -> int:
         The number of layers that are packed now.
     """
     for layer in model.modules():
-        if type(layer) is nn.Linear and _is_packable(layer.weight):
+        if isinstance(layer, nn.Linear) and type(layer) in (nn.Linear, PackedLinear) and _is_packable(layer.weight):
             _packed[layer] = _Packed(layer.weight)
             layer.__class__ = PackedLinear
     return sum(layer in _packed for layer in model.modules() if isinstance(layer, PackedLinear))
@@ -50,16 +49,6 @@ def unpack_weights(model: nn.Module) -> None:
         if type(layer) is PackedLinear:
             layer.__class__ = nn.Linear  # type: ignore[assignment]
             _packed.pop(layer, None)
-
-
-@contextmanager
-def packed_weights(model: nn.Module) -> Iterator[None]:
-    """`pack_weights` for the length of a `with` block."""
-    pack_weights(model)
-    try:
-        yield
-    finally:
-        unpack_weights(model)
 
 
 class PackedLinear(nn.Linear):

@@ -9,7 +9,7 @@ from transformers.generation import GenerationMode
 
 from ._compat import CHUNKS_PART_FILLED_CACHE, TargetModel, get_cache
 from .errors import UnsupportedGenerationError
-from .target_rows import can_roll_back, layer_windows
+from .target_rows import can_roll_back, layer_windows, takes_batches
 
 
 def check_request(
@@ -33,6 +33,8 @@ def check_request(
             f"{model.config._attn_implementation!r}. Load it so, or leave `draft_invariant` out."
         )
     cache = get_cache(model_kwargs)
+    if input_ids.shape[0] > 1 and cache is not None and not takes_batches(cache):
+        raise cannot_batch(cache)
     if model._is_stateful or (cache is not None and not _may_roll_back(cache)):
         raise cannot_crop(model, cache)
     if cache is None:
@@ -50,10 +52,14 @@ def check_request(
 def _unsupported_setting(config: GenerationConfig) -> str | None:
     mode = config.get_generation_mode()
     rivals = {
-        "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens,
         "assistant_early_exit": config.assistant_early_exit,
         "use_mtp": getattr(config, "use_mtp", None),
     }
+    if config.prompt_lookup_num_tokens:
+        return (
+            "`prompt_lookup_num_tokens` goes with `generate(..., assistant_model=drafter)` as an argument or in the "
+            "`generation_config` of the call, or to `SpeculativeDecoding(prompt_lookup_num_tokens=...)`."
+        )
     rival = next((name for name, value in rivals.items() if value), None)
     if rival is not None:
         return f"`{rival}` and a DSpark drafter both propose tokens: leave one of them out."
@@ -104,12 +110,20 @@ def _may_roll_back(cache: Any) -> bool:
 
 
 def cannot_crop(model: TargetModel, cache: Any) -> UnsupportedGenerationError:
-    kept = (
-        "a state"
-        if cache is None
-        else f"{type(cache).__name__}({', '.join(sorted({type(layer).__name__ for layer in cache.layers}))})"
-    )
+    kept = "a state" if cache is None else _described(cache)
     return UnsupportedGenerationError(
         f"{type(model).__name__} keeps {kept}, which cannot take back rejected draft tokens. Use the default "
         "(dynamic) cache; for a model with a recurrent state, leave out `assistant_model`."
     )
+
+
+def cannot_batch(cache: Any) -> UnsupportedGenerationError:
+    return UnsupportedGenerationError(
+        f"A DSpark drafter takes batches with a dynamic or a static cache, got {_described(cache)}. Use one of them, "
+        "or call `generate` for each prompt."
+    )
+
+
+def _described(cache: Any) -> str:
+    offloaded = "offloaded " if cache.offloading else ""
+    return f"{offloaded}{type(cache).__name__}({', '.join(sorted({type(layer).__name__ for layer in cache.layers}))})"

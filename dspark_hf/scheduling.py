@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from transformers import GenerationConfig
 
@@ -106,7 +106,16 @@ class RowOutcome:
 
 
 class Schedule(ABC):
-    """Decides the rounds of one call."""
+    """Decides the rounds of one call.
+
+    A subclass with a line in `SCHEDULES` can be named in `num_assistant_tokens_schedule`. It is made from the settings
+    of the call and the pair's measurements; `LOOKUP_TOKENS` is its number of lookup tokens where the user gives none.
+    """
+
+    LOOKUP_TOKENS: ClassVar[int]
+
+    @abstractmethod
+    def __init__(self, settings: DraftLength, table: CostTable): ...
 
     @abstractmethod
     def plan(self, rows: Sequence[RowState]) -> Plan:
@@ -120,7 +129,7 @@ class Schedule(ABC):
             seconds: wall time of the whole round.
             draft_seconds: the drafter's part of it; `None` where it is not known.
         """
-        return
+        return  # a schedule may have nothing to learn
 
     def mismatch(self) -> str | None:
         """A sentence for the user if the drafter does not seem to fit its target at all."""
@@ -328,10 +337,7 @@ class _Choice:
         return any(row.source == DRAFTER for row in self.rows)
 
 
-SCHEDULES: dict[str, type[ConstantSchedule] | type[AutoSchedule]] = {
-    "auto": AutoSchedule,
-    "constant": ConstantSchedule,
-}
+SCHEDULES: dict[str, type[Schedule]] = {"auto": AutoSchedule, "constant": ConstantSchedule}
 
 
 def new_schedule(settings: DraftLength, table: CostTable) -> Schedule:
@@ -361,7 +367,7 @@ def resolve_draft_length(
         UnsupportedGenerationError: a value out of range, or a setting that this drafter cannot follow.
     """
     schedule = _first_given(schedule, drafter_config.num_assistant_tokens_schedule, "auto")
-    if schedule not in SCHEDULES:
+    if not isinstance(schedule, str) or schedule not in SCHEDULES:
         raise UnsupportedGenerationError(
             f"`num_assistant_tokens_schedule` is {schedule!r}, but a DSpark drafter follows 'auto' (drafts as long as "
             "they pay) or 'constant' only. Set one of them in the call or in `drafter.generation_config`; "
@@ -385,7 +391,9 @@ def resolve_draft_length(
         )
     lookup = _first_given(lookup_tokens, SCHEDULES[schedule].LOOKUP_TOKENS)
     if not _is_integer(lookup) or lookup < 0:
-        raise UnsupportedGenerationError(f"`lookup_tokens` is {lookup!r}, expected an integer of at least 0 (off).")
+        raise UnsupportedGenerationError(
+            f"`prompt_lookup_num_tokens` is {lookup!r}, expected an integer of at least 0 (off)."
+        )
     return DraftLength(int(tokens), float(threshold), schedule, int(lookup))
 
 

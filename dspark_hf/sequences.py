@@ -42,6 +42,10 @@ class Sequences:
         """`[R]`, the last token of some rows."""
         return torch.cat([self._ids[row, self.lengths[row] - 1 : self.lengths[row]] for row in rows])
 
+    def token(self, row: int, position: int) -> torch.Tensor:
+        """A token of a row, a scalar."""
+        return self._ids[row, position]
+
     def with_draft(self, row: int, draft_ids: torch.Tensor) -> torch.Tensor:
         """`[1, L + n]`, a row with a `[1, n]` draft behind it, which is not committed."""
         start, end = self.lengths[row], self.lengths[row] + draft_ids.shape[1]

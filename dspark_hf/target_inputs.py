@@ -48,6 +48,12 @@ class TargetInputs:
             self._next_positions = torch.full((num_rows, 1), num_prompt, device=device)
         self._num_prompt = num_prompt
         self.model_kwargs = {name: value for name, value in kwargs.items() if name not in _PER_ROW}
+        self._of_all = self._next_positions, self.model_kwargs, num_rows
+
+    def recall(self, rows: list[int]) -> None:
+        """Makes these rows of the call the active ones."""
+        self._next_positions, self.model_kwargs, num_rows = self._of_all
+        self.select(rows, num_rows)
 
     def select(self, slots: list[int], num_rows: int) -> None:
         """Keeps some of the `num_rows` active rows, in whatever else is given by row."""

@@ -14,8 +14,10 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
-from ._compat import TargetModel, is_croppable, stop_recording_past
+from ._compat import DUMMY_LAYER, TargetModel, is_croppable, stop_recording_past
 
+_DYNAMIC = (DynamicLayer, DynamicSlidingWindowLayer)
+_STATIC = (StaticLayer, StaticSlidingWindowLayer)
 # Draft tokens behind the longest row that a buffer has room for without growing.
 _SLACK = 16
 
@@ -39,15 +41,23 @@ def open_rows(
 
 def can_roll_back(layer: Any) -> bool:
     """Whether rejected positions can be taken back out of a layer of a cache, by cropping it or by taking it over."""
-    return is_croppable(layer) or type(layer) in (StaticLayer, StaticSlidingWindowLayer)
+    return is_croppable(layer) or type(layer) in _STATIC
 
 
 def _is_bufferable(cache: Cache, leaves_static_layers: bool) -> bool:
-    kinds: tuple[type, ...] = (DynamicLayer, DynamicSlidingWindowLayer)
+    kinds: tuple[type, ...] = _DYNAMIC
     if leaves_static_layers or not all(map(is_croppable, cache.layers)):
         # A static cache cannot hold rows of different lengths: it waits outside and is filled at the end.
-        kinds += (StaticLayer, StaticSlidingWindowLayer)
+        kinds += _STATIC
     return not cache.offloading and all(type(layer) in kinds for layer in cache.layers if _holds_states(layer))
+
+
+def takes_batches(cache: Cache) -> bool:
+    """Whether rows of different lengths can be kept for this cache."""
+    kinds = (*_DYNAMIC, *_STATIC)
+    return not cache.offloading and all(
+        type(layer) in kinds or isinstance(layer, DUMMY_LAYER) for layer in cache.layers
+    )
 
 
 def _holds_states(layer: Any) -> bool:
@@ -121,6 +131,7 @@ class BufferedRows:
         self._real = None
         if prompt_mask is not None and not bool((prompt_mask != 0).all()):
             self._real = prompt_mask != 0
+        self._all_real = self._real
         self.width, self.end, self.is_level = 0, prompt_length, True
         self._columns: dict[torch.device, torch.Tensor] = {}
         self._stores: dict[int | None, _Store] = {}
@@ -149,9 +160,8 @@ class BufferedRows:
 
     def _capacity(self, window: int | None, needed: int) -> int:
         """Columns of a buffer that must hold `needed` ones: at least as many, at most twice as many."""
-        if window is not None:
-            return max(needed, 2 * (window + _SLACK))
-        return max(needed, min(2 * max(needed, 64), self._max_positions))
+        most = self._max_positions if window is None else min(self._max_positions, 2 * (window + _SLACK))
+        return max(needed, min(2 * max(needed, 64), most))
 
     @property
     def static_length(self) -> int | None:
@@ -173,15 +183,17 @@ class BufferedRows:
     def begin(self, width: int) -> None:
         """Before a pass over `width` tokens of each active row: makes room for them."""
         shortest, longest = min(self.lengths), max(self.lengths)
+        # Rows that have left still own what they hold.
+        num_held = max(longest, *self._finished.values()) if self._finished else longest
         self.width, self.end, self.is_level = width, longest + width, shortest == longest
         self._columns.clear()
         for window, store in self._stores.items():
             if self.end - store.start > store.capacity:
                 # What no row can see any more makes room first.
                 start = store.start if window is None else max(store.start, shortest - window + 1)
-                capacity = self._capacity(window, self.end - start + _SLACK)
+                capacity = self._capacity(window, max(self.end, num_held) - start + _SLACK)
                 for layer in store.layers:
-                    layer.move(start - store.start, longest - start, capacity)
+                    layer.move(start - store.start, num_held - start, capacity)
                 store.start, store.capacity = start, capacity
 
     def columns(self, device: torch.device) -> torch.Tensor:
@@ -200,10 +212,14 @@ class BufferedRows:
         """
         made = {
             # A cache that knows nothing of windows keeps everything.
-            name: self._mask(window, self._stores.get(window) or self._stores[None], device, dtype)
+            name: self._mask(window, self._store_of(window), device, dtype)
             for name, window in windows.items()
         }
         return made if len(made) > 1 else next(iter(made.values()))
+
+    def _store_of(self, window: int | None) -> "_Store":
+        # A static cache that is shorter than the window counts as a window of its own length.
+        return self._stores.get(window) or self._stores.get(None) or next(iter(self._stores.values()))
 
     def _mask(self, window: int | None, store: "_Store", device: torch.device, dtype: torch.dtype | None) -> Any:
         keys = torch.arange(store.start, self.end, device=device)
@@ -239,10 +255,28 @@ class BufferedRows:
         self._order = [self._order[slot] for slot in order.tolist()] + self._order[self.num_rows :]
         self.lengths = [self.lengths[slot] for slot in slots]
 
+    def early_rows(self) -> list[int]:
+        """Rows that hold less than the longest one."""
+        lengths = {**dict(zip(self._order, self.lengths, strict=False)), **self._finished}
+        return sorted(row for row, length in lengths.items() if length < max(lengths.values()))
+
+    def recall(self, rows: list[int]) -> None:
+        """Makes these rows the active ones, whether they have left or not."""
+        self._finished |= dict(zip(self._order, self.lengths, strict=False))
+        slots = [self._order.index(row) for row in rows]
+        order = slots + [slot for slot in range(len(self._order)) if slot not in slots]
+        for store in self._stores.values():
+            for layer in store.layers:
+                layer.reorder(torch.tensor(order))
+        self._order = [self._order[slot] for slot in order]
+        self.lengths = [self._finished.pop(row) for row in rows]
+        if self._all_real is not None:
+            self._real = self._all_real[torch.tensor(rows, device=self._all_real.device)]
+
     def restore(self, is_visible: bool) -> None:
         """Puts the cache's own layers back; where somebody sees the cache, with what plain generation leaves in it.
 
-        Behind the end of a row that is shorter than others stand zeros.
+        Behind the end of a row that is shorter than others stand zeros, in place of the states of padding.
         """
         lengths = {**dict(zip(self._order, self.lengths, strict=False)), **self._finished}
         by_row = [lengths[row] for row in range(len(self._order))]
@@ -342,8 +376,8 @@ class _BufferedLayer(DynamicLayer):
         )
         for row, length in enumerate(lengths):
             if length < longest:
-                keys[row, :, length - start :] = 0
-                values[row, :, length - start :] = 0
+                keys[row, :, max(0, length - start) :] = 0
+                values[row, :, max(0, length - start) :] = 0
         if isinstance(layer, StaticLayer):
             _fill_static(layer, keys, values, longest)
             return

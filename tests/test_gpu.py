@@ -1,4 +1,4 @@
-"""What only an accelerator can show: devices, dtypes, the block decided at once, offloaded caches. `bash tests/run_gpu`."""
+"""What only an accelerator can show: devices, dtypes, blocks decided at once, offloaded caches (`tests/run_gpu`)."""
 
 from collections.abc import Iterator
 

@@ -745,7 +745,7 @@ def assert_same_tree(ours: Any, plain: Any, path: str) -> None:
 
 
 class TestDraftInvariance:
-    """With `draft_invariant`, half-precision text depends on nothing but the target: not on drafts and their lengths."""
+    """With `draft_invariant`, half-precision text depends on the target alone: not on drafts and their lengths."""
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("num_rows", [1, 3])
