@@ -27,7 +27,9 @@ _HICCUP = 1.5
 # so many rounds.
 _SETTLED, _STEP, _MEMORY = 4, 1.2, 128
 # The level is a median over so many rounds, longer than a burst of noise; a call starts as if half of them were seen.
-_LEVEL_WINDOW, _LEVEL_START = 31, 16
+# Where the last round was off by this factor, a burst has begun or ended. Known prices wait until that is over; others
+# are taken for dear rather than cheap, which is corrected sooner.
+_LEVEL_WINDOW, _LEVEL_START, _TURMOIL = 31, 16, 1.3
 # Prices of another number of rows stand in for missing ones up to this ratio.
 _NEAR = 2.0
 
@@ -83,20 +85,19 @@ class RoundCosts:
         """
         with self._table._lock:
             known, now = self._known_prices(num_rows), self._table._num_rounds
-        points = sorted((width, price.seconds) for width, price in known.items())
-        firm = [(width, seconds) for width, seconds in points if width == 1 or known[width].is_settled]
-        curve = [0.0, min(seconds for _, seconds in points)]  # no pass is cheaper than the plain one
-        for width in range(2, max_width + 1):
-            price = known.get(width)
-            if price is None:
-                seconds = _CURIOSITY * _guess(points, width, num_rows)
-            else:
-                seconds = price.seconds
-                if price.is_doubtful(now):
-                    guess = _guess(firm, width, num_rows)
-                    seconds = guess if seconds > _HICCUP * guess else seconds
-            curve.append(seconds)
-        return [seconds * self._level for seconds in curve]
+        firm = sorted((width, price.seconds) for width, price in known.items() if width == 1 or price.is_settled)
+        seconds = {width: price.seconds for width, price in known.items()}
+        for width, price in known.items():
+            if width > 1 and price.is_doubtful(now):
+                guess = _guess(firm, width, num_rows)
+                seconds[width] = guess if price.seconds > _HICCUP * guess else price.seconds
+        seconds[1] = min(seconds.values())  # no pass is cheaper than the plain one
+        points = sorted(seconds.items())
+        curve = [
+            seconds[width] if width in seconds else _CURIOSITY * _guess(points, width, num_rows)
+            for width in range(1, max_width + 1)
+        ]
+        return [0.0] + [self._level * price for price in curve]
 
     def draft_seconds(self, num_rows: int) -> tuple[float, float]:
         """Seconds of a draft for this many rows, affine in its length: base and slope."""
@@ -137,13 +138,18 @@ class RoundCosts:
                 self._table._drafts.setdefault(num_draft_rows, _DraftLine()).add(num_draft_tokens, draft_seconds)
             curve = self._table._passes.setdefault(num_rows, {})
             price = curve.get(width)
-            if price is None:
-                curve[width] = _Price(rest / self._level, self._table._num_rounds, is_pure)
-                return
-            if price.is_settled:
+            deviation = self._levels[-1] / self._level
+            if price is not None and price.is_settled:
                 self._levels.append(rest / price.seconds)
+                if 1 / _TURMOIL < deviation < _TURMOIL:
+                    price.add(rest / self._level, self._table._num_rounds, is_pure)
                 self._level = median(self._levels)
-            price.add(rest / self._level, self._table._num_rounds, is_pure)
+                return
+            at_level_one = rest / (self._level if deviation > 1 / _TURMOIL else self._levels[-1])
+            if price is None:
+                curve[width] = _Price(at_level_one, self._table._num_rounds, is_pure)
+            else:
+                price.add(at_level_one, self._table._num_rounds, is_pure)
 
     def _share_of_draft(
         self, num_rows: int, width: int, num_draft_rows: int, num_draft_tokens: int, seconds: float
@@ -247,8 +253,6 @@ def _guess(points: list[tuple[int, float]], width: int, num_rows: int) -> float:
     """
     at = bisect_left(points, (width, 0.0))
     below, seconds = points[at - 1]
-    if at < len(points) and points[at][0] == width:
-        at += 1
     if at < len(points):
         above, more = points[at]
         return seconds + (more - seconds) * (width - below) / (above - below)

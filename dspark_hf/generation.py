@@ -29,7 +29,7 @@ from .requests import cannot_batch, cannot_crop, check_request
 from .sampling import one_hot_scores
 from .scheduling import DraftLength, Plan, RowOutcome, RowState, Schedule, new_schedule, resolve_draft_length
 from .sequences import Sequences
-from .target_attention import AttentionMode, attending
+from .target_attention import AttentionMode, attending, invariant_width
 from .target_inputs import TargetInputs
 from .target_rows import BufferedRows, CroppedRows, can_roll_back, open_rows, takes_batches
 from .target_taps import skips_prompt_positions
@@ -272,11 +272,12 @@ class _Decoding:
     def verify(self, draft: Draft) -> Any:
         """One pass of the target over anchor and draft of each active row."""
         assert self.rows is not None
-        active, block = self.committer.active, draft.token_ids
-        if self._attention_mode == "invariant" and draft.length == 0:
-            # A matrix product over one row rounds otherwise than over several: a token that nobody reads comes along.
-            block = self.sequences.anchors(active)[:, None]
-        width = 1 + block.shape[1]
+        active, block, width = self.committer.active, draft.token_ids, 1 + draft.length
+        if self._attention_mode == "invariant":
+            # Some numbers of rows have kernels of their own: tokens that nobody reads come along.
+            width = invariant_width(width, len(active), self.model.dtype)
+            dummies = self.sequences.anchors(active)[:, None].expand(-1, width - 1 - draft.length)
+            block = torch.cat((block, dummies), dim=-1)
         if len(active) == 1:
             input_ids = self.sequences.with_draft(active[0], block)
         else:

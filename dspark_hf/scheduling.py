@@ -200,7 +200,7 @@ class AutoSchedule(Schedule):
         if best.width > 1 and self._is_plain_due(len(rows), best.advantage):
             return _plain(rows, "measuring")
         if not best.uses_drafter and self._rounds_since_draft >= self._pause and max(map(len, drafts)) > 1:
-            probe = self._probe(lookups, drafts)
+            probe = self._probe(lookups, drafts, best.advantage)
             if probe is not None:
                 return Plan(probe.rows, "probing")
         if best.width == 1:
@@ -300,8 +300,11 @@ class AutoSchedule(Schedule):
         pause = min(2 * 4 ** self._costs.num_plain(num_rows), 128)
         return self._rounds_since_plain >= (pause if advantage < self.CLEAR else 4 * pause)
 
-    def _probe(self, lookups: list[list[float]], drafts: list[list[float]]) -> "_Choice | None":
-        """A round of a drafter that is hoped to be good again, once the share of the time for tries pays for it."""
+    def _probe(self, lookups: list[list[float]], drafts: list[list[float]], advantage: float) -> "_Choice | None":
+        """A round of a drafter that is hoped to be good again, once the share of the time for tries pays for it.
+
+        `advantage`: of what would be done instead, over plain decoding.
+        """
         hopes = [[sum(self.HOPE**k for k in range(1, n + 1)) for n in range(len(gains))] for gains in drafts]
         probe = self._best(lookups, hopes, must_draft=True)
         if not probe.uses_drafter:  # the lookups are better even so
@@ -310,12 +313,13 @@ class AutoSchedule(Schedule):
             1 + _at(draft if row.source == DRAFTER else lookup, row.num_tokens)
             for row, lookup, draft in zip(probe.rows, lookups, drafts, strict=True)
         )
-        loss = (probe.break_even - tokens) / len(drafts)
+        break_even = advantage * probe.break_even
+        loss = (1 - tokens / break_even) * probe.break_even / len(drafts)  # in plain rounds
         self._pause = min(loss / self._share, self.MAX_PAUSE)
         if self._rounds_since_draft < self._pause:
             return None
         self._drafts.forget()
-        self._break_even = probe.break_even
+        self._break_even = break_even
         return probe
 
 

@@ -12,6 +12,7 @@ that stands there while a block of `attending` is open hands every other caller 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from math import gcd
 from threading import Lock
 from typing import Any, Literal
 
@@ -20,6 +21,8 @@ from torch import nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from .errors import UnsupportedGenerationError
 
 AttentionMode = Literal["packed", "invariant"]
 
@@ -48,9 +51,7 @@ class _Attention:
 
     def serves(self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> bool:
         """Whether ours is the way for these plain states: always in a decoding step if it must be invariant."""
-        num_queries = query.shape[2]
-        if num_queries > _MAX_PACKED_QUERIES or (mask is None and num_queries > 1):
-            # Several queries without a mask are causal from the first key on: a prefill.
+        if not _is_decoding(query, mask):
             return False
         if self.mode == "invariant":
             return True
@@ -89,32 +90,62 @@ def attending(mode: AttentionMode) -> Iterator[None]:
 
     Args:
         mode: "packed" attends without copying keys and values for grouped queries. "invariant" also gives every row of
-            a decoding pass the same bits whatever the other rows are and whatever keys follow its own.
+            a decoding pass the same bits whatever the other rows are and whatever keys follow its own (on CPU). For
+            that, the first key has to stand at a position that is a multiple of `INVARIANT_KEYS`, also where a window
+            slides; where the number of keys is another multiple, they are not copied; what lies behind the end has
+            to be masked, and finite. The pass has to be as wide as `invariant_width` says.
+
+    Raises:
+        UnsupportedGenerationError: "invariant" is asked for, and somebody's own function stands in the place of
+            "sdpa", or the model attends in a way that we have no invariant form of.
     """
-    token = _attending.set(_Attention(mode))
-    _open()
-    try:
-        yield
-    finally:
-        _close()
-        _attending.reset(token)
+    with _overriding() as is_in_place:
+        if mode == "invariant" and not is_in_place:
+            raise UnsupportedGenerationError(
+                "Another function stands in the place of transformers' own for the attention implementation 'sdpa', "
+                "so its rounding may depend on the draft. Take it out of `ALL_ATTENTION_FUNCTIONS` (and of what "
+                "`AttentionInterface.register` was given), or leave out the draft-invariant mode."
+            )
+        token = _attending.set(_Attention(mode))
+        try:
+            yield
+        finally:
+            _attending.reset(token)
 
 
-def _open() -> None:
+def invariant_width(width: int, batch_size: int, dtype: torch.dtype) -> int:
+    """Tokens per row that a pass must have, dummies at the end included, to give each row of it invariant bits.
+
+    In half precision, linear layers have a kernel of its own for a single token; in float32, kernels for the tokens
+    behind the last multiple of four. A dummy may be any token: what it writes into the cache is to be dropped.
+
+    Args:
+        width: tokens per row that the pass is for.
+        batch_size: rows of the pass.
+        dtype: of the target.
+    """
+    if dtype in (torch.float16, torch.bfloat16):
+        return max(width, 2 if batch_size == 1 else 1)
+    return _round_up(width, _INVARIANT_ROWS // gcd(_INVARIANT_ROWS, batch_size))
+
+
+@contextmanager
+def _overriding() -> Iterator[bool]:
+    """Puts `_sdpa` in the place of transformers' function while any such block is open; gives whether it is there."""
     global _num_open
     with _lock:
         _num_open += 1
         if ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward:
             ALL_ATTENTION_FUNCTIONS["sdpa"] = _sdpa
-
-
-def _close() -> None:
-    global _num_open
-    with _lock:
-        _num_open -= 1
-        # Who put something else there meanwhile keeps it.
-        if _num_open == 0 and ALL_ATTENTION_FUNCTIONS["sdpa"] is _sdpa:
-            del ALL_ATTENTION_FUNCTIONS["sdpa"]
+        is_in_place = ALL_ATTENTION_FUNCTIONS["sdpa"] is _sdpa and _stock() is sdpa_attention_forward
+    try:
+        yield is_in_place
+    finally:
+        with _lock:
+            _num_open -= 1
+            # Who put something else there meanwhile keeps it.
+            if _num_open == 0 and ALL_ATTENTION_FUNCTIONS["sdpa"] is _sdpa:
+                del ALL_ATTENTION_FUNCTIONS["sdpa"]
 
 
 def _sdpa(
@@ -136,23 +167,31 @@ def _sdpa(
 
     Returns `[B, W, H, D]` and `None`.
     """
-    stock = _stock()
     # The compiler cannot read a context variable.
     attention = None if torch.compiler.is_compiling() else _attending.get()
-    if (
-        attention is None
-        or stock is not sdpa_attention_forward
-        or args
-        or not _is_plain(module, query, key, value, attention_mask, kwargs)
-        or not attention.serves(query, key, attention_mask)
-    ):
+    stock = _stock()
+    if attention is None or stock is not sdpa_attention_forward:
         return stock(module, query, key, value, attention_mask, *args, **kwargs)
-    return _packed(attention, query, key, value, attention_mask, kwargs.get("scaling")), None
+    is_known = not args and _is_plain(module, query, key, value, attention_mask, kwargs)
+    if is_known and attention.serves(query, key, attention_mask):
+        return _packed(attention, query, key, value, attention_mask, kwargs.get("scaling")), None
+    if attention.mode == "invariant" and not is_known and _is_decoding(query, attention_mask):
+        raise UnsupportedGenerationError(
+            f"{type(module).__name__} attends in a way whose rounding would depend on the draft (a bias on positions, "
+            "gradients, unequal sizes of keys and values, another device than CPU or CUDA). Leave out the "
+            "draft-invariant mode for this model."
+        )
+    return stock(module, query, key, value, attention_mask, *args, **kwargs)
 
 
 def _stock() -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
     # A new interface knows what is registered for everybody, without the overrides of the shared one.
     return AttentionInterface()["sdpa"]
+
+
+def _is_decoding(query: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    # Several queries without a mask are causal from the first key on: a prefill, as chunks of a prompt are.
+    return query.shape[2] == 1 or (mask is not None and query.shape[2] <= _MAX_PACKED_QUERIES)
 
 
 def _is_plain(

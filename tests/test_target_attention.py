@@ -1,19 +1,25 @@
 """The target's attention inside verification passes: equal to transformers' own, and nobody else's."""
 
 import threading
+from functools import cache
+from random import Random
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import kit
 import pytest
 import torch
+from torch.nn.functional import pad
 from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from dspark_hf import target_attention
+from dspark_hf import UnsupportedGenerationError, target_attention
 from dspark_hf._compat import CACHE_NAME
-from dspark_hf.target_attention import attending
+from dspark_hf.target_attention import attending, invariant_width
+
+MODES = ["packed", "invariant"]
+HALF_AND_FLOAT = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 
 
 def attention_layer(num_groups, **attributes):
@@ -59,27 +65,29 @@ def ours(layer, query, key, value, mask, mode="packed", **kwargs):
         return ALL_ATTENTION_FUNCTIONS["sdpa"](layer, query, key, value, mask, **kwargs)
 
 
-class TestPacked:
+class TestSameAttention:
+    @pytest.mark.parametrize("mode", MODES)
     @pytest.mark.parametrize("num_queries", [1, 2, 7])
     @pytest.mark.parametrize("heads", [(4, 2), (6, 1), (4, 4)], ids=["grouped", "one_key_head", "ungrouped"])
     @pytest.mark.parametrize("kind", ["shared", "by_row", "added", "by_head", "keys_only", "keys_only_by_head"])
-    def test_masked_attention_equals_transformers_own(self, kind, heads, num_queries):
+    def test_masked_attention_equals_transformers_own(self, kind, heads, num_queries, mode):
         mask = masks(2, heads[0], num_queries, 19)[kind]
         query, key, value = states(2, *heads, num_queries, 19)
         layer = attention_layer(heads[0] // heads[1])
-        output, weights = ours(layer, query, key, value, mask, scaling=0.3)
+        output, weights = ours(layer, query, key, value, mask, mode, scaling=0.3)
         expected = stock(layer, query, key, value, mask, scaling=0.3)
         assert weights is None
         assert output.shape == expected.shape and output.is_contiguous()
         torch.testing.assert_close(output, expected)
 
+    @pytest.mark.parametrize("mode", MODES)
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize("num_queries", [1, 19])
-    def test_attention_without_a_mask_equals_transformers_own(self, num_queries, dtype):
+    def test_attention_without_a_mask_equals_transformers_own(self, num_queries, dtype, mode):
         query, key, value = states(2, 4, 2, num_queries, 19, dtype=dtype)
-        output, _ = ours(attention_layer(2), query, key, value, None)
+        output, _ = ours(attention_layer(2), query, key, value, None, mode)
         expected = stock(attention_layer(2), query, key, value, None)
-        torch.testing.assert_close(output, expected)
+        torch.testing.assert_close(output, expected, rtol=0, atol=2 * torch.finfo(dtype).eps)
 
     def test_keys_are_not_copied(self):
         query, key, value = states(1, 4, 2, 3, 19)
@@ -112,6 +120,98 @@ class TestPacked:
             assert len(attention._packed_masks) <= 4
 
 
+@pytest.fixture(params=[1, 2], ids="threads_{}".format)
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+class TestInvariantAttention:
+    """Bits of a row: the same whatever the other rows of the pass are, and whatever keys follow its own."""
+
+    # At the ends of vectors, of the blocks of keys, and where a product's sum over the keys is cut in two.
+    POSITIONS = (0, 1, 15, 16, 64, 200, 300, 505, 511, 512, 600, 1023, 1100)
+    # Many heads: rounding to half precision hides most differences.
+    BATCH_SIZE, NUM_KEY_VALUE_HEADS, HEAD_DIM = 4, 6, 64
+
+    def row(self, position, start, width, num_keys, num_groups, dtype):
+        """`[B, 1, H, D]`: attention at `position`, from a pass over `width` positions from `start` on."""
+        query, key, value = self.states(num_groups, dtype)
+        mask = torch.arange(num_keys) <= torch.arange(start, start + width)[:, None]
+        key, value = key[:, :, :num_keys], value[:, :, :num_keys]
+        query = query[:, :, start : start + width]
+        output, _ = ours(attention_layer(num_groups), query, key, value, mask[None, None], "invariant")
+        return output[:, position - start : position - start + 1]
+
+    @staticmethod
+    @cache
+    def states(num_groups, dtype):
+        owner = TestInvariantAttention
+        num_heads = owner.NUM_KEY_VALUE_HEADS * num_groups
+        query, *_ = states(owner.BATCH_SIZE, num_heads, 1, 1150, 1, owner.HEAD_DIM, dtype)
+        _, key, value = states(owner.BATCH_SIZE, 1, owner.NUM_KEY_VALUE_HEADS, 1, 2048, owner.HEAD_DIM, dtype)
+        return query, key, value
+
+    @pytest.mark.parametrize("num_groups", [1, 3])
+    @HALF_AND_FLOAT
+    def test_rows_do_not_depend_on_the_pass(self, dtype, num_groups):
+        widths = Random(0)
+        for position in self.POSITIONS:
+            alone = self.row(position, position, 1, position + 1, num_groups, dtype)
+            for width in (2, 3, 5, 7, 8, 12):
+                start = max(0, position - widths.randrange(width))
+                row = self.row(position, start, width, start + width, num_groups, dtype)
+                assert torch.equal(row, alone), f"position {position} in a pass over {start}..{start + width - 1}"
+
+    @HALF_AND_FLOAT
+    def test_rows_do_not_depend_on_masked_keys(self, dtype):
+        for position in self.POSITIONS:
+            alone = self.row(position, position, 1, position + 1, 3, dtype)
+            for num_keys in (position + 2, position + 40, 1536, 2048):
+                assert torch.equal(self.row(position, position, 1, num_keys, 3, dtype), alone)
+
+    @HALF_AND_FLOAT
+    def test_rows_of_a_sliding_window_do_not_depend_on_the_keys_before_it(self, dtype):
+        query, key, value = self.states(3, dtype)
+        window = (torch.arange(2048) > 600) & (torch.arange(2048) <= 1100)
+        rows = [
+            ours(
+                attention_layer(3),
+                query[:, :, 1100:1101],
+                key[:, :, first:last],
+                value[:, :, first:last],
+                window[None, None, None, first:last],
+                "invariant",
+            )[0]
+            for first, last in ((512, 1101), (0, 1101), (512, 2048), (0, 2048))
+        ]
+        assert all(torch.equal(row, rows[0]) for row in rows)
+
+    def test_a_full_block_of_keys_is_not_copied(self):
+        query, key, value = states(1, 4, 2, 3, 1024)
+        with patch.object(target_attention, "scaled_dot_product_attention") as kernel:
+            kernel.side_effect = lambda query, key, value, **_: query
+            ours(attention_layer(2), query, key, value, masks(1, 4, 3, 1024)["shared"], "invariant")
+        _, seen_key, seen_value = kernel.call_args.args
+        assert seen_key is key and seen_value is value
+
+
+class TestInvariantWidth:
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    def test_a_single_token_in_half_precision_takes_a_dummy(self, dtype):
+        assert [invariant_width(width, 1, dtype) for width in (1, 2, 3)] == [2, 2, 3]
+        assert [invariant_width(width, 2, dtype) for width in (1, 2, 3)] == [1, 2, 3]
+
+    @pytest.mark.parametrize(("batch_size", "multiple"), [(1, 4), (2, 2), (3, 4), (4, 1), (6, 2), (8, 1)])
+    def test_tokens_in_float32_come_in_fours(self, batch_size, multiple):
+        for width in range(1, 10):
+            padded = invariant_width(width, batch_size, torch.float32)
+            assert padded % multiple == 0 and 0 <= padded - width < multiple
+
+
 class TestHandedOn:
     """Calls that we do not know better reach transformers' function with all their arguments."""
 
@@ -133,7 +233,10 @@ class TestHandedOn:
     def test_unknown_arguments(self, layer, kwargs):
         query, key, value = states(1, 4, 2, 3, 19)
         layer = SimpleNamespace(**{"num_key_value_groups": 2, "is_causal": True, **layer})
-        self.assert_handed_on(layer, query, key, value, masks(1, 4, 3, 19)["shared"], kwargs)
+        mask = masks(1, 4, 3, 19)["shared"]
+        self.assert_handed_on(layer, query, key, value, mask, kwargs)
+        with pytest.raises(UnsupportedGenerationError, match="SimpleNamespace attends in a way"):
+            ours(layer, query, key, value, mask, "invariant", **kwargs)
 
     @pytest.mark.parametrize(
         "change",
@@ -161,6 +264,44 @@ class TestHandedOn:
         stock.assert_called_once_with(layer, query, key, value, mask, scaling=0.3, **kwargs)
 
 
+@cache
+def invariant_target(dtype):
+    """Large enough for its linear layers to have other kernels for one token than for several."""
+    sizes = {"hidden_size": 384, "intermediate_size": 1536, "num_attention_heads": 6, "head_dim": 64}
+    return kit.new_target("llama", **sizes, initializer_range=0.05).to(dtype)
+
+
+@torch.no_grad()
+def decode_in_passes(target, ids, widths):
+    """Logits and final keys of `ids [B, S]`, decoded behind their first ten tokens in passes of these widths."""
+    cache, logits = DynamicCache(config=target.config), []
+    target(ids[:, :10], **{CACHE_NAME: cache})
+    position = 10
+    for width in widths:
+        given = ids[:, position : position + width]
+        num_dummies = invariant_width(width, len(ids), target.dtype) - width
+        with attending("invariant"):
+            output = target(pad(given, (0, num_dummies), value=7), **{CACHE_NAME: cache})
+        logits.append(output.logits[:, :width])
+        position += width
+        for layer in cache.layers:
+            layer.keys, layer.values = layer.keys[:, :, :position], layer.values[:, :, :position]
+    return torch.cat(logits, dim=1), torch.stack([layer.keys for layer in cache.layers])
+
+
+@pytest.mark.usefixtures("threads")
+class TestInvariantPasses:
+    @pytest.mark.parametrize("batch_size", [1, 3])
+    @HALF_AND_FLOAT
+    def test_states_and_logits_do_not_depend_on_the_widths(self, dtype, batch_size):
+        target = invariant_target(dtype)
+        ids = torch.randint(kit.VOCAB, (batch_size, 34), generator=torch.Generator().manual_seed(0))
+        expected = decode_in_passes(target, ids, [1] * 24)
+        for widths in ([2] * 12, [7, 1, 5, 11], [24]):
+            for given, known in zip(decode_in_passes(target, ids, widths), expected, strict=True):
+                assert torch.equal(given, known), widths
+
+
 def pass_after_prefill(target, num_tokens, mode):
     """Logits of a pass over `num_tokens` tokens behind the prompt of the kit."""
     ids = torch.tensor([[*kit.PROMPT, *range(1, num_tokens + 1)]])
@@ -174,12 +315,13 @@ def pass_after_prefill(target, num_tokens, mode):
 
 
 class TestModels:
+    @pytest.mark.parametrize("mode", MODES)
     @pytest.mark.parametrize("num_tokens", [1, 5])
     @pytest.mark.parametrize("family", kit.FAMILIES)
-    def test_a_pass_equals_the_stock_pass(self, family, num_tokens):
+    def test_a_pass_equals_the_stock_pass(self, family, num_tokens, mode):
         target = kit.target(family)
         torch.testing.assert_close(
-            pass_after_prefill(target, num_tokens, "packed"), pass_after_prefill(target, num_tokens, None)
+            pass_after_prefill(target, num_tokens, mode), pass_after_prefill(target, num_tokens, None)
         )
 
     def test_other_implementations_are_left_alone(self):
@@ -213,6 +355,8 @@ class TestOverride:
             with attending("packed"):
                 assert ALL_ATTENTION_FUNCTIONS["sdpa"] is theirs
             assert ALL_ATTENTION_FUNCTIONS["sdpa"] is theirs
+            with pytest.raises(UnsupportedGenerationError, match="Another function"), attending("invariant"):
+                pass
         finally:
             del ALL_ATTENTION_FUNCTIONS["sdpa"]
 
