@@ -25,11 +25,12 @@ _CURIOSITY = 0.95
 _HICCUP = 1.5
 # A pass measured so often counts as known; a known one moves by at most this factor with a measurement, and remembers
 # so many rounds.
-_SETTLED, _STEP, _MEMORY = 4, 1.2, 128
-# The level is a median over so many rounds, longer than a burst of noise; a call starts as if half of them were seen.
+_SETTLED, _STEP, _MEMORY = 4, 1.2, 256
+# The level is a median over so many rounds, more than twice as many as bursts of noise take in a row; a call starts as
+# if half of them were seen.
 # Where the last round was off by this factor, a burst has begun or ended. Known prices wait until that is over; others
 # are taken for dear rather than cheap, which is corrected sooner.
-_LEVEL_WINDOW, _LEVEL_START, _TURMOIL = 31, 16, 1.3
+_LEVEL_WINDOW, _LEVEL_START, _TURMOIL = 63, 32, 1.3
 # Prices of another number of rows stand in for missing ones up to this ratio.
 _NEAR = 2.0
 
@@ -208,7 +209,7 @@ class _Price:
     def add(self, seconds: float, now: int, is_pure: bool) -> None:
         if self.is_settled:
             pause = now - self.last
-            weight = max(1 / self.count, pause / (pause + _MEMORY))
+            weight = 1 / self.count if self.count < 2 * _SETTLED else pause / (pause + _MEMORY)
             self.seconds *= 1 + weight * (min(max(seconds / self.seconds, 1 / _STEP), _STEP) - 1)
         else:
             self.seconds = min(self.seconds, seconds)
