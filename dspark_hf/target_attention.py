@@ -276,17 +276,15 @@ def _packed_mask(
     if mask is None:
         mask = torch.ones(1, 1, 1, num_keys, dtype=torch.bool, device=query.device)
     batch_size, num_heads = mask.shape[:2]
-    # Heads of a mask by group, with one group of one where the mask is the same for all heads.
+    # Heads by group: one group of one head where all heads share the mask.
     by_group = (1, 1) if num_heads == 1 else (key.shape[1], num_groups)
-    given = mask.expand(-1, -1, num_queries, -1).reshape(batch_size, *by_group, num_queries, num_keys)
-    given = given.expand(-1, -1, num_groups, -1, -1).flatten(2, 3)
-    dtype = query.dtype if mask.dtype == torch.bool else mask.dtype
-    shape = (batch_size, by_group[0], _round_up(num_groups * num_queries, row_multiple))
-    padded_length = _round_up(num_keys, key_multiple)
-    packed = torch.zeros(*shape, _round_up(padded_length, 16), dtype=dtype, device=mask.device)
+    given = mask.expand(-1, -1, num_queries, -1).unflatten(1, by_group)
+    num_rows, padded_length = _round_up(num_groups * num_queries, row_multiple), _round_up(num_keys, key_multiple)
+    shape = (batch_size, by_group[0], num_rows, _round_up(padded_length, 16))
+    packed = torch.zeros(shape, dtype=query.dtype if mask.dtype == torch.bool else mask.dtype, device=mask.device)
     packed = packed[..., :padded_length]
     packed[..., num_keys:] = -torch.inf
-    inside = packed[:, :, : given.shape[2], :num_keys]
+    inside = packed[:, :, : num_groups * num_queries, :num_keys].unflatten(2, (num_groups, num_queries))
     if mask.dtype == torch.bool:
         inside.masked_fill_(~given, -torch.inf)
     else:

@@ -494,7 +494,7 @@ class TestEnds:
 
     @pytest.mark.parametrize("max_time", [1e-9, 1e9])
     def test_max_time(self, max_time: float):
-        trace = assert_lossless(target(), prompts(3), max_time=max_time, drafted=max_time > 1)
+        trace = assert_lossless(target(), prompts(3), max_time=max_time, drafted=max_time > 1, in_step=True)
         assert trace.num_new_tokens == (3 if max_time < 1 else 3 * NUM_TOKENS)
 
     def test_max_time_in_the_middle(self, monkeypatch: pytest.MonkeyPatch):

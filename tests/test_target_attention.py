@@ -2,6 +2,7 @@
 
 import threading
 from functools import cache
+from itertools import product
 from random import Random
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -315,9 +316,11 @@ def pass_after_prefill(target, num_tokens, mode):
 
 
 class TestModels:
-    @pytest.mark.parametrize("mode", MODES)
+    # Gemma 2 caps its scores, which "sdpa" cannot do: from 5.24 on it does not use it, before that it leaves them out.
+    @pytest.mark.parametrize(
+        ("family", "mode"), [pair for pair in product(kit.FAMILIES, MODES) if pair != ("gemma2", "invariant")]
+    )
     @pytest.mark.parametrize("num_tokens", [1, 5])
-    @pytest.mark.parametrize("family", kit.FAMILIES)
     def test_a_pass_equals_the_stock_pass(self, family, num_tokens, mode):
         target = kit.target(family)
         torch.testing.assert_close(
