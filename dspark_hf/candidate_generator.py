@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -16,6 +16,7 @@ from .modeling_dspark import DSparkDrafter
 from .processors import by_row, memoryless
 from .sampling import draw, probabilities
 from .scheduling import DraftLength, resolve_draft_length
+from .target_attention import Unpadded
 from .target_taps import TargetTaps
 from .vocabulary import DraftVocabularyMap
 
@@ -54,6 +55,22 @@ class Draft:
     @property
     def row_lengths(self) -> list[int]:
         return [self.length] * self.token_ids.shape[0] if self.lengths is None else self.lengths
+
+    def spread(self, slots: list[int], newest: torch.Tensor) -> "Draft":
+        """This draft, made for the rows in `slots`, as one for all rows, whose newest tokens are `[R]`."""
+        num_rows, at = len(newest), torch.tensor(slots, device=newest.device)
+        token_ids = newest.new_zeros((num_rows, self.length)).index_copy_(0, at, self.token_ids)
+        scores, lengths = self.scores, [0] * num_rows
+        confidence: list[list[float]] | None = None
+        if scores is not None:
+            scores = scores.new_zeros((num_rows, *scores.shape[1:])).index_copy_(0, at.to(scores.device), scores)
+        if self.confidence is not None:
+            confidence = [[] for _ in range(num_rows)]
+            for slot, of_row in zip(slots, self.confidence, strict=True):
+                confidence[slot] = of_row
+        for slot, length in zip(slots, self.row_lengths, strict=True):
+            lengths[slot] = length
+        return replace(self, token_ids=token_ids, scores=scores, confidence=confidence, lengths=lengths)
 
 
 class DSparkCandidateGenerator(CandidateGenerator):
@@ -172,12 +189,16 @@ class DSparkCandidateGenerator(CandidateGenerator):
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
         """Nothing to adapt: in transformers' loop the policy is constant."""
 
-    def commit(self, counts: int | list[int]) -> None:
-        """The first positions of the target's last pass are committed, of each row as many as `counts` says."""
+    def commit(self, counts: int | list[int], unpadded: Unpadded | None = None) -> None:
+        """The first positions of the target's last pass are committed, of each row as many as `counts` says.
+
+        `unpadded` says how the rows part where the pass was one without padding.
+        """
         passes = self._taps.take()
         counts = [counts] * len(self.rows) if isinstance(counts, int) else counts
         if any(counts):
             features = passes[0] if len(passes) == 1 else torch.cat(passes, dim=1)
+            features = features if unpadded is None else unpadded.padded(features)
             if self._context.is_in_prompt:
                 self._context.keep_prompt(features[:, : max(counts)])
             else:
@@ -211,11 +232,28 @@ class DSparkCandidateGenerator(CandidateGenerator):
             lengths = [length if is_known else 0 for length, is_known in zip(lengths, known, strict=True)]
             if max(lengths) < 1:
                 return nothing(newest)
-        hidden_states = self._run_backbone(newest, anchors)
+        slots = [slot for slot, length in enumerate(lengths) if length > 0]
+        if len(slots) == len(lengths):
+            return self._draft_rows(None, newest, anchors, prefixes, lengths)
+        at = torch.tensor(slots, device=anchors.device)
+        of_rows = newest[at.to(newest.device)], anchors[at], [prefixes[slot] for slot in slots]
+        return self._draft_rows(slots, *of_rows, [lengths[slot] for slot in slots]).spread(slots, newest)
+
+    def _draft_rows(
+        self,
+        slots: list[int] | None,
+        newest: torch.Tensor,
+        anchors: torch.Tensor,
+        prefixes: list[torch.Tensor],
+        lengths: list[int],
+    ) -> Draft:
+        """The draft of some rows, or of all (`None`)."""
+        hidden_states = self._run_backbone(slots, newest, anchors)
         started = perf_counter()
         if self._device.type == "cpu" and not bool(torch.isfinite(hidden_states).all()):
             return nothing(newest, has_overflown=torch.tensor(True))
-        return self._draw_chain(hidden_states, anchors, prefixes, [max(0, n) for n in lengths], started)
+        rows = self.rows if slots is None else [self.rows[slot] for slot in slots]
+        return self._draw_chain(rows, hidden_states, anchors, prefixes, lengths, started)
 
     def check_overflow(self, draft: Draft, has_overflown: bool | None = None) -> None:
         """Steps aside for the rest of the call, with a warning, where the numbers of a draft overflowed.
@@ -237,13 +275,13 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 stacklevel=2,
             )
 
-    def _run_backbone(self, newest: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
+    def _run_backbone(self, slots: list[int] | None, newest: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
         """One pass over waiting context and a full block: `[R, block_size, H]`. The block always has its full size,
         masks included: a shorter one would change every position's state."""
         # A borrowed embedding is indexed by the target's ids, the drafter's own one by its own.
         first = anchors if self.drafter.embed_tokens is not None else newest.to(self._device)
         block_ids = torch.cat((first[:, None], self._mask_ids.expand(len(first), -1)), dim=-1)
-        context, counts, positions = self._expect(block_ids.shape[1])
+        context, counts, positions = self._expect(block_ids.shape[1], slots)
         output = self.drafter(
             noise_embeds=self._embed(block_ids).to(self._device, self._dtype),
             context_hidden_states=context,
@@ -253,13 +291,16 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.cache.commit(counts)
         return output.last_hidden_state
 
-    def _expect(self, num_block: int) -> tuple[torch.Tensor | None, list[int], torch.Tensor]:
-        """Prepares a pass over the waiting context and a block: the context `[R, T, m * Ht]`, how much of it is each
-        row's, and the positions of context and block, `[R, T + num_block]`."""
-        context, counts = self._context.take()
+    def _expect(
+        self, num_block: int, slots: list[int] | None = None
+    ) -> tuple[torch.Tensor | None, list[int], torch.Tensor]:
+        """Prepares a pass over the waiting context and a block of some rows, or of all: the context `[R, T, m * Ht]`,
+        how much of it is each row's, and the positions of context and block, `[R, T + num_block]`."""
+        context, counts = self._context.take(slots)
         num_context = 0 if context is None else context.shape[1]
-        self.cache.expect(counts, num_context, num_block, self._device)
+        self.cache.expect(counts, num_context, num_block, self._device, slots)
         starts = [first + length for first, length in zip(self._context.offsets, self.cache.lengths, strict=True)]
+        starts = starts if slots is None else [starts[slot] for slot in slots]
         steps = torch.arange(num_context + num_block, device=self._device)
         positions = torch.tensor(starts, device=self._device)[:, None] + steps
         if self.cache.key_lengths is not None:
@@ -270,6 +311,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def _draw_chain(
         self,
+        rows: list[int],
         hidden_states: torch.Tensor,
         anchors: torch.Tensor,
         prefixes: list[torch.Tensor],
@@ -304,7 +346,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             if drafter.markov_head is not None:
                 bias, state = drafter.markov_head(previous, hidden, state)
                 logits = logits + bias[..., : self._vocabulary.num_rows]
-            scored, peak = self._score(logits, prefixes)
+            scored, peak = self._score(logits, rows, prefixes)
             peaks.append(peak.amax().float())
             if self._device.type == "cpu":
                 # Elsewhere a look at the numbers would cost a wait; there such a draft is verified, and falls.
@@ -343,7 +385,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 if self.draft_length.ends_before(survival):
                     lengths[row] = k
 
-    def _score(self, logits: torch.Tensor, prefixes: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _score(
+        self, logits: torch.Tensor, rows: list[int], prefixes: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """`[R, Vd]` logits to what the next tokens are chosen by, and its `[R]` peaks, finite where all is well.
 
         That is float32 scores over the target's vocabulary, `[R, V]`, where there is a chance or a processor; else the
@@ -357,7 +401,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             scores = torch.cat(
                 [
                     self._processors[row](p, scores[i : i + 1])
-                    for i, (row, p) in enumerate(zip(self.rows, prefixes, strict=True))
+                    for i, (row, p) in enumerate(zip(rows, prefixes, strict=True))
                 ]
             )
         peak = scores.amax(dim=-1)
@@ -469,8 +513,11 @@ class _WaitingContext:
         self._num_waiting += max(counts)
         self.num_absorbed += max(counts)
 
-    def take(self) -> tuple[torch.Tensor | None, list[int]]:
-        """All states that wait, `[R, T, m * Ht]`, and how many are each row's, padding behind."""
+    def take(self, slots: list[int] | None = None) -> tuple[torch.Tensor | None, list[int]]:
+        """All states that wait, of some rows or of all, `[R, T, m * Ht]`, and how many are each row's, padding
+        behind."""
+        if slots is not None:
+            return self._take_rows(slots)
         parts, self._parts, self._num_waiting = self._parts, [], 0
         if not parts:
             return None, [0] * len(self.offsets)
@@ -479,11 +526,24 @@ class _WaitingContext:
         if all(len(set(counts)) == 1 for _, counts in parts):
             num_positions = sum(counts[0] for _, counts in parts)
             return torch.cat([features for features, _ in parts], dim=1), [num_positions] * len(self.offsets)
-        counts = [sum(of_row) for of_row in zip(*(counts for _, counts in parts), strict=True)]
-        rows = [
-            torch.cat([features[row, : of_rows[row]] for features, of_rows in parts]) for row in range(len(counts))
+        return self._joined(parts, list(range(len(self.offsets))))
+
+    def _take_rows(self, slots: list[int]) -> tuple[torch.Tensor | None, list[int]]:
+        if not any(counts[slot] for _, counts in self._parts for slot in slots):
+            return None, [0] * len(slots)
+        taken = self._joined(self._parts, slots)
+        left = [
+            (features, [0 if slot in slots else count for slot, count in enumerate(counts)])
+            for features, counts in self._parts
         ]
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), counts
+        self._parts = [(features, counts) for features, counts in left if any(counts)]
+        self._num_waiting = sum(max(counts) for _, counts in self._parts)
+        return taken
+
+    @staticmethod
+    def _joined(parts: list[tuple[torch.Tensor, list[int]]], slots: list[int]) -> tuple[torch.Tensor, list[int]]:
+        rows = [torch.cat([features[slot, : counts[slot]] for features, counts in parts]) for slot in slots]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), [len(row) for row in rows]
 
     def select(self, slots: list[int]) -> None:
         self.offsets = [self.offsets[slot] for slot in slots]

@@ -8,6 +8,7 @@ it. Both are exact: how far a row's draft is looked at never depends on the toke
 """
 
 import time
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -67,6 +68,7 @@ class Committer:
         self.num_accepted: list[int] = []
         self.new_tokens: list[list[int]] = []
         self.has_overflown: bool | None = None
+        self._starts: list[int] | None = None  # of each active row in logits without padding
         self._config = config
         self._processors: Any = logits_processor
         self._of_row = by_row(logits_processor, input_ids.shape[0])
@@ -94,18 +96,20 @@ class Committer:
         )
 
     @torch.no_grad()
-    def commit(self, logits: torch.Tensor, draft: Draft) -> list[int]:
+    def commit(self, logits: torch.Tensor, draft: Draft, is_padded: bool = True) -> list[int]:
         """Commits draft tokens while they stand, then one token of the target, unless a criterion stops a row first.
 
         Args:
-            logits: `[R, 1 + n, V]` over anchor and draft of the active rows.
+            logits: `[R, 1 + n, V]` over anchor and draft of the active rows, or, without padding, `[1, N, V]`.
             draft: of the same rows.
+            is_padded: whether each row has logits for the longest draft.
 
         Returns:
             How many positions of each of them are committed: the tokens that it gained, and in step the padding of
             a row that ended before others.
         """
         num_rows = len(self.active)
+        self._starts = None if is_padded else [0, *accumulate(1 + length for length in draft.row_lengths[:-1])]
         self.num_accepted, self.new_tokens = [0] * num_rows, [[] for _ in range(num_rows)]
         if self._is_in_step:
             counts = self._commit_in_step(logits, draft)
@@ -156,7 +160,11 @@ class Committer:
 
     def _raw(self, logits: torch.Tensor, slots: list[int], position: int) -> torch.Tensor:
         """`[S, V]` float32 logits, a copy, where the text is."""
-        rows = logits[:, position] if len(slots) == logits.shape[0] else logits[slots, position]
+        if self._starts is not None:
+            # In step, rows go on behind their drafts as well; nobody reads what they get there.
+            rows = logits[0, [min(self._starts[slot] + position, logits.shape[1] - 1) for slot in slots]]
+        else:
+            rows = logits[:, position] if len(slots) == logits.shape[0] else logits[slots, position]
         return rows.to(copy=True, dtype=torch.float32, device=self.sequences.device)
 
     def _process_rows(self, raw: torch.Tensor, slots: list[int]) -> torch.Tensor:
@@ -238,6 +246,10 @@ class Committer:
     def _commit_at_once(self, logits: torch.Tensor, draft: Draft) -> list[int]:
         """One wait for the device in the whole round: for accelerators."""
         counts = [0] * len(self.active)
+        if self._starts is not None:
+            columns = torch.arange(1 + draft.length, device=logits.device)
+            index = torch.tensor(self._starts, device=logits.device)[:, None] + columns
+            logits = logits[0, index.clamp_max(logits.shape[1] - 1)]
         scores = logits.to(dtype=torch.float32, device=self.sequences.device)
         if self._processors:
             flat = scores.reshape(-1, scores.shape[-1])

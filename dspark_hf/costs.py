@@ -1,25 +1,27 @@
 """What a round costs: seconds measured while decoding, and guesses for what was not measured. Pure numbers.
 
-A [`CostTable`] outlives a call: the seconds of the target's pass by rows and width (the tokens of a row: one more than
-the longest draft), the seconds of a draft, and the record of accepted draft tokens. Real pass times are jagged in the
-width, so a measured width stands for itself alone; one not measured is guessed from its neighbours.
+A [`CostTable`] outlives a call: the seconds of the target's pass by rows and size (the draft tokens of all rows,
+padding included, beside the anchors), the seconds of a draft, and the record of accepted draft tokens and of how texts
+end. Real pass times are jagged in the size, so a measured size stands for itself alone; one not measured is guessed
+from its neighbours. For a batch, whose passes have many sizes, neighbouring ones share a price.
 
 [`RoundCosts`] is the table as one call sees it. All passes of a call share a factor, its *level*: a longer context, a
-busy machine. The level is learned from whichever width runs, and the table keeps what remains of a pass time without
+busy machine. The level is learned from whichever pass runs, and the table keeps what remains of a pass time without
 it. So a price that was measured long ago stays comparable with one of just now.
 """
 
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
+from itertools import pairwise
 from statistics import median
 from threading import Lock
 
-# Before anything else is known, a pass costs so much more per token of width than a plain one, times the root of the
-# number of rows, and a draft so much of a plain pass, at no token and per token.
+# Before anything else is known, a pass costs so much more for a draft token in each row than a plain one, times the
+# root of the number of rows, and a draft so much of a plain pass, at no token and per token.
 _PASS_SLOPE = 0.05
 _DRAFT_BASE, _DRAFT_SLOPE = 0.1, 0.01
-# A width not measured yet looks this much cheaper than its guess, so that a promising one is tried.
+# A size not measured yet looks this much cheaper than its guess, so that a promising one is tried.
 _CURIOSITY = 0.95
 # A price this many times its guess may be a hiccup (the first pass of a shape pays for warm-up): it is checked.
 _HICCUP = 1.5
@@ -31,8 +33,12 @@ _SETTLED, _STEP, _MEMORY = 4, 1.2, 256
 # Where the last round was off by this factor, a burst has begun or ended. Known prices wait until that is over; others
 # are taken for dear rather than cheap, which is corrected sooner.
 _LEVEL_WINDOW, _LEVEL_START, _TURMOIL = 63, 32, 1.3
+# Measurements of a size in a batch that count at most, and those that the line through all sizes counts for.
+_FIRM, _PULL = 16, 6
 # Prices of another number of rows stand in for missing ones up to this ratio.
 _NEAR = 2.0
+# Tokens of an answer, as long as none was seen.
+_USUAL_LENGTH = 256
 
 
 class CostTable:
@@ -41,9 +47,10 @@ class CostTable:
     def __init__(self) -> None:
         self._lock = Lock()
         self._num_rounds = 0
-        self._passes: dict[int, dict[int, _Price]] = {}  # by rows, by width
+        self._passes: dict[int, dict[int, _Price]] = {}  # by rows, by size
         self._drafts: dict[int, _DraftLine] = {}  # by rows
         self._accepted: dict[tuple[str, int], tuple[float, float]] = {}
+        self._num_ends, self._num_tokens = 1.0, float(_USUAL_LENGTH)
 
     def count_acceptance(self, source: str, outcomes: Iterable[tuple[int, bool]]) -> None:
         """Adds draft tokens to the record: their place, as the source counts it, and whether they were accepted."""
@@ -56,6 +63,19 @@ class CostTable:
         """Accepted and tried draft tokens of a place in all calls so far; old ones fade."""
         with self._lock:
             return self._accepted.get((source, place), (0.0, 0.0))
+
+    def count_ends(self, num_ends: int, num_tokens: int) -> None:
+        """Adds to the record how many rows ended by themselves, and the tokens of all rows meanwhile."""
+        with self._lock:
+            fading = 0.9998**num_tokens
+            self._num_ends = fading * self._num_ends + num_ends
+            self._num_tokens = fading * self._num_tokens + num_tokens
+
+    @property
+    def end_rate(self) -> float:
+        """The chance that a token is a row's last."""
+        with self._lock:
+            return self._num_ends / self._num_tokens
 
 
 class RoundCosts:
@@ -71,48 +91,56 @@ class RoundCosts:
         with self._table._lock:
             nearest = self._nearest_curve(num_rows)
             curves = [self._table._passes.get(rows, {}) for rows in (num_rows, nearest or num_rows)]
-            return max(curve[1].count if 1 in curve else 0 for curve in curves)
+            return max(curve[0].count if 0 in curve else 0 for curve in curves)
 
-    def is_measured(self, num_rows: int, width: int) -> bool:
+    def is_measured(self, num_rows: int, size: int) -> bool:
         """Whether the price of this very pass is more than a guess: measured, and not only once."""
         with self._table._lock:
-            price = self._table._passes.get(num_rows, {}).get(width)
+            price = self._table._passes.get(num_rows, {}).get(_class_of(size, num_rows))
             return price is not None and price.count > 1
 
-    def pass_seconds(self, num_rows: int, max_width: int) -> list[float]:
-        """Seconds of the target's pass, measured or guessed; index = width, up to `max_width`, and 0 a filler.
+    def pass_seconds(self, num_rows: int, max_size: int) -> list[float]:
+        """Seconds of the target's pass, measured or guessed; index = size, the pass's draft tokens, up to `max_size`.
 
         Needs a plain pass to have been measured (`num_plain`).
         """
         with self._table._lock:
             known, now = self._known_prices(num_rows), self._table._num_rounds
-        firm = sorted((width, price.seconds) for width, price in known.items() if width == 1 or price.is_settled)
-        seconds = {width: price.seconds for width, price in known.items()}
-        for width, price in known.items():
-            if width > 1 and price.is_doubtful(now):
-                guess = _guess(firm, width, num_rows)
-                seconds[width] = guess if price.seconds > _HICCUP * guess else price.seconds
-        seconds[1] = min(seconds.values())  # no pass is cheaper than the plain one
+        firm = sorted((size, price.seconds) for size, price in known.items() if size == 0 or price.is_settled)
+        seconds = {size: price.seconds for size, price in known.items()}
+        for size, price in known.items():
+            if size > 0 and price.is_doubtful(now):
+                guess = _guess(firm, size, num_rows)
+                seconds[size] = guess if price.seconds > _HICCUP * guess else price.seconds
+        if num_rows > 1:
+            seconds = _smoothed(seconds, {size: price.count for size, price in known.items()})
+        seconds[0] = min(seconds.values())  # no pass is cheaper than the plain one
         points = sorted(seconds.items())
-        curve = [
-            seconds[width] if width in seconds else _CURIOSITY * _guess(points, width, num_rows)
-            for width in range(1, max_width + 1)
-        ]
-        return [0.0] + [self._level * price for price in curve]
+        classes = _classes(num_rows, max_size)
+        prices = [seconds[size] if size in seconds else _lured(points, size, num_rows) for size in classes]
+        curve = [self._level * prices[0]]
+        for (below, low), (above, high) in pairwise(zip(classes, prices, strict=True)):
+            step = self._level * (high - low) / (above - below)
+            curve += [self._level * low + step * n for n in range(1, above - below + 1)]
+        return curve[: 1 + max_size]
 
     def draft_seconds(self, num_rows: int) -> tuple[float, float]:
         """Seconds of a draft for this many rows, affine in its length: base and slope."""
         with self._table._lock:
             lines = self._table._drafts
             if lines:
-                return lines[min(lines, key=lambda rows: _ratio(rows, num_rows))].fit()
-            plain = min((curve[1].seconds for curve in self._table._passes.values() if 1 in curve), default=0.0)
+                nearest = min(lines, key=lambda rows: _ratio(rows, num_rows))
+                base, slope = lines[nearest].fit()
+                # Between what reads its weights and what computes.
+                scale = (1 + num_rows / nearest) / 2
+                return scale * base, scale * slope
+            plain = min((curve[0].seconds for curve in self._table._passes.values() if 0 in curve), default=0.0)
         return _DRAFT_BASE * plain * self._level, _DRAFT_SLOPE * plain * self._level
 
     def observe(
         self,
         num_rows: int,
-        width: int,
+        size: int,
         num_draft_rows: int,
         num_draft_tokens: int,
         seconds: float,
@@ -121,7 +149,7 @@ class RoundCosts:
         """Learns from a finished round.
 
         Args:
-            num_rows, width: of the target's pass.
+            num_rows, size: of the target's pass.
             num_draft_rows: rows that the drafter ran for; 0 where it did not run.
             num_draft_tokens: the longest of its drafts.
             seconds: wall time of the round.
@@ -131,14 +159,15 @@ class RoundCosts:
         if num_draft_rows == 0:
             draft_seconds = 0.0
         elif draft_seconds is None:
-            draft_seconds = self._share_of_draft(num_rows, width, num_draft_rows, num_draft_tokens, seconds)
+            draft_seconds = self._share_of_draft(num_rows, size, num_draft_rows, num_draft_tokens, seconds)
         rest = max(seconds - draft_seconds, 1e-9)
         with self._table._lock:
             self._table._num_rounds += 1
             if num_draft_rows:
                 self._table._drafts.setdefault(num_draft_rows, _DraftLine()).add(num_draft_tokens, draft_seconds)
             curve = self._table._passes.setdefault(num_rows, {})
-            price = curve.get(width)
+            size = _class_of(size, num_rows)
+            price = curve.get(size)
             deviation = self._levels[-1] / self._level
             if price is not None and price.is_settled:
                 self._levels.append(rest / price.seconds)
@@ -148,19 +177,19 @@ class RoundCosts:
                 return
             at_level_one = rest / (self._level if deviation > 1 / _TURMOIL else self._levels[-1])
             if price is None:
-                curve[width] = _Price(at_level_one, self._table._num_rounds, is_pure)
+                curve[size] = _Price(at_level_one, self._table._num_rounds, is_pure)
             else:
                 price.add(at_level_one, self._table._num_rounds, is_pure)
 
     def _share_of_draft(
-        self, num_rows: int, width: int, num_draft_rows: int, num_draft_tokens: int, seconds: float
+        self, num_rows: int, size: int, num_draft_rows: int, num_draft_tokens: int, seconds: float
     ) -> float:
         """Splits a round whose parts are not timed: what was measured alone keeps its price, the other one gets the
         rest. What counts, the sum, comes out right either way."""
         base, slope = self.draft_seconds(num_draft_rows)
         guess = min(base + slope * num_draft_tokens, 0.5 * seconds)
         with self._table._lock:
-            price = self._table._passes.get(num_rows, {}).get(width)
+            price = self._table._passes.get(num_rows, {}).get(_class_of(size, num_rows))
             if price is None or not price.is_pure:
                 return guess
             return min(max(seconds - price.seconds * self._level, 0.5 * guess), 2 * guess)
@@ -170,20 +199,20 @@ class RoundCosts:
         near = [
             rows
             for rows, curve in self._table._passes.items()
-            if rows != num_rows and 1 in curve and _ratio(rows, num_rows) <= _NEAR
+            if rows != num_rows and 0 in curve and _ratio(rows, num_rows) <= _NEAR
         ]
         return min(near, key=lambda rows: _ratio(rows, num_rows), default=None)
 
     def _known_prices(self, num_rows: int) -> "dict[int, _Price]":
-        """By width: measured for these rows, else borrowed from the nearest curve, to scale."""
+        """By size: measured for these rows, else borrowed from the nearest curve, to scale."""
         own = self._table._passes.get(num_rows, {})
         nearest = self._nearest_curve(num_rows)
         if nearest is None:
             return dict(own)
         other = self._table._passes[nearest]
         shared = own.keys() & other.keys()
-        scale = sum(own[width].seconds / other[width].seconds for width in shared) / len(shared) if shared else 1.0
-        return {width: price.scaled(scale) for width, price in other.items()} | own
+        scale = sum(own[size].seconds / other[size].seconds for size in shared) / len(shared) if shared else 1.0
+        return {size: price.scaled(scale) for size, price in other.items()} | own
 
 
 class _Price:
@@ -247,19 +276,59 @@ class _DraftLine:
         return self.mean_seconds - slope * self.mean_tokens, slope
 
 
-def _guess(points: list[tuple[int, float]], width: int, num_rows: int) -> float:
-    """Seconds of a width from those of others, sorted, the first of width 1: on the line between its neighbours.
+def _guess(points: list[tuple[int, float]], size: int, num_rows: int) -> float:
+    """Seconds of a size from those of others, sorted, the first of size 0: on the line between its neighbours.
 
-    Beyond the widest, half the mean slope up to there: on the side of trying.
+    Beyond the largest, half the mean slope up to there: on the side of trying.
     """
-    at = bisect_left(points, (width, 0.0))
+    at = bisect_left(points, (size, 0.0))
     below, seconds = points[at - 1]
     if at < len(points):
         above, more = points[at]
-        return seconds + (more - seconds) * (width - below) / (above - below)
-    if below == 1:
-        return seconds * (1 + _PASS_SLOPE * num_rows**0.5 * (width - 1))
-    return seconds + max(0.0, seconds - points[0][1]) / (below - 1) / 2 * (width - below)
+        return seconds + (more - seconds) * (size - below) / (above - below)
+    if below == 0:
+        return seconds * (1 + _PASS_SLOPE * num_rows**-0.5 * size)
+    return seconds + max(0.0, seconds - points[0][1]) / below / 2 * (size - below)
+
+
+def _smoothed(seconds: dict[int, float], counts: dict[int, int]) -> dict[int, float]:
+    """Prices of a batch drawn to the line through them: each size is seldom met, and luck with one would decide."""
+    if len(seconds) < 3:
+        return seconds
+    weights = {size: min(count, _FIRM) for size, count in counts.items()}
+    total = sum(weights.values())
+    mean_size = sum(weight * size for size, weight in weights.items()) / total
+    mean_seconds = sum(weight * seconds[size] for size, weight in weights.items()) / total
+    covariance = sum(w * (size - mean_size) * (seconds[size] - mean_seconds) for size, w in weights.items())
+    variance = sum(weight * (size - mean_size) ** 2 for size, weight in weights.items())
+    slope = max(0.0, covariance / variance)
+    return {
+        size: (weight * seconds[size] + _PULL * (mean_seconds + slope * (size - mean_size))) / (weight + _PULL)
+        for size, weight in weights.items()
+    }
+
+
+def _lured(points: list[tuple[int, float]], size: int, num_rows: int) -> float:
+    """The guess, a little lower where a measurement is worth something: a batch has a smooth curve between sizes."""
+    is_between = num_rows > 1 and size <= points[-1][0]
+    return _guess(points, size, num_rows) * (1.0 if is_between else _CURIOSITY)
+
+
+def _class_of(size: int, num_rows: int) -> int:
+    """The size whose price stands for it. One row has few sizes, each with a price; of a batch, three bits count."""
+    if num_rows == 1 or size < 8:
+        return size
+    step = 1 << (size.bit_length() - 3)
+    return (size + step // 2) // step * step
+
+
+def _classes(num_rows: int, max_size: int) -> list[int]:
+    """All sizes with a price of their own from 0 up to the first one that is not below `max_size`."""
+    sizes = [0]
+    while sizes[-1] < max_size:
+        last = sizes[-1]
+        sizes.append(last + (1 if num_rows == 1 or last < 8 else 1 << (last.bit_length() - 3)))
+    return sizes
 
 
 def _ratio(a: int, b: int) -> float:

@@ -24,26 +24,37 @@ class DraftCache:
         self._keys: list[torch.Tensor | None] = [None] * num_layers
         self._values: list[torch.Tensor | None] = [None] * num_layers
         self._place: _Place | None = None
+        self._slots: list[int] | None = None
 
     @property
     def length(self) -> int:
         """Committed context positions of the longest row."""
         return max(self.lengths)
 
-    def expect(self, counts: list[int], num_context: int, num_block: int, device: torch.device) -> None:
+    def expect(
+        self,
+        counts: list[int],
+        num_context: int,
+        num_block: int,
+        device: torch.device,
+        slots: list[int] | None = None,
+    ) -> None:
         """Says what the next pass writes, where rows differ in it; without a word, as much for each of even rows.
 
         Args:
-            counts: new context positions of each row; the rest of `num_context` is padding at the end.
+            counts: new context positions of each row of the pass; the rest of `num_context` is padding at the end.
             num_context: context positions of the pass.
             num_block: block positions of the pass.
             device: of the keys.
+            slots: the rows of the pass, by their places here; `None`: all.
         """
-        ends = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-        if len(set(self.lengths)) == 1 and counts == [num_context] * len(counts):
+        self._slots = slots
+        lengths = self.lengths if slots is None else [self.lengths[slot] for slot in slots]
+        ends = [length + count for length, count in zip(lengths, counts, strict=True)]
+        if slots is None and len(set(lengths)) == 1 and counts == [num_context] * len(counts):
             self._place = None
         else:
-            self._place = _Place(self.lengths, counts, ends, num_context, num_block, device)
+            self._place = _Place(lengths, counts, ends, num_context, num_block, device, slots)
 
     @property
     def key_lengths(self) -> torch.Tensor | None:
@@ -58,13 +69,14 @@ class DraftCache:
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes `[B, kv_heads, new, head_dim]` behind the committed context; returns committed and new, as views."""
-        place = self._place
+        """Writes `[B, kv_heads, new, head_dim]` behind the committed context; returns committed and new, as views of
+        the buffers where all rows take part."""
+        place, num_rows = self._place, len(self.lengths)
         num_kept, num_new = self.length, key_states.shape[-2]
         # One more column for the padding of uneven rows.
         needed = num_kept + num_new if place is None else place.end + 1
-        keys = _with_room(self._keys[layer_idx], key_states, needed, num_kept)
-        values = _with_room(self._values[layer_idx], value_states, needed, num_kept)
+        keys = _with_room(self._keys[layer_idx], key_states, num_rows, needed, num_kept)
+        values = _with_room(self._values[layer_idx], value_states, num_rows, needed, num_kept)
         self._keys[layer_idx], self._values[layer_idx] = keys, values
         if place is None:
             end = num_kept + num_new
@@ -74,14 +86,18 @@ class DraftCache:
             end = place.end
             keys.transpose(1, 2)[place.index] = key_states.transpose(1, 2)
             values.transpose(1, 2)[place.index] = value_states.transpose(1, 2)
+            if self._slots is not None:
+                return keys[place.index[0][:, 0], :, :end], values[place.index[0][:, 0], :, :end]
         return keys[:, :, :end], values[:, :, :end]
 
     def commit(self, counts: int | list[int]) -> None:
-        """Keeps the first positions of what the last pass wrote (one number: for all rows): they are context now."""
-        if isinstance(counts, int):
-            counts = [counts] * len(self.lengths)
-        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-        self._place = None
+        """Keeps the first positions of what the last pass wrote (one number: for all its rows): they are context
+        now."""
+        slots = range(len(self.lengths)) if self._slots is None else self._slots
+        counts = [counts] * len(slots) if isinstance(counts, int) else counts
+        for slot, count in zip(slots, counts, strict=True):
+            self.lengths[slot] += count
+        self._place = self._slots = None
 
     def select(self, slots: list[int]) -> None:
         """Keeps some of the rows."""
@@ -116,6 +132,7 @@ class _Place:
         num_context: int,
         num_block: int,
         device: torch.device,
+        slots: list[int] | None,
     ):
         self.end = max(ends) + num_block
         self.key_lengths = torch.tensor(ends, device=device) + num_block
@@ -124,15 +141,15 @@ class _Place:
         columns = torch.tensor(lengths, device=device)[:, None] + context
         columns = columns.masked_fill(context >= torch.tensor(counts, device=device)[:, None], self.end)
         block = torch.tensor(ends, device=device)[:, None] + torch.arange(num_block, device=device)
-        rows = torch.arange(len(lengths), device=device)[:, None]
+        rows = torch.tensor(slots or list(range(len(lengths))), device=device)[:, None]
         self.index = (rows, torch.cat((columns, block), dim=1))
 
 
-def _with_room(buffer: torch.Tensor | None, states: torch.Tensor, end: int, kept: int) -> torch.Tensor:
-    """`buffer`, or one twice as large with its first `kept` positions where `end` positions do not fit."""
+def _with_room(buffer: torch.Tensor | None, states: torch.Tensor, batch: int, end: int, kept: int) -> torch.Tensor:
+    """`buffer`, or one of `batch` rows and twice as large with its first `kept` positions where `end` do not fit."""
     if buffer is not None and buffer.shape[-2] >= end:
         return buffer
-    batch, heads, _, head_dim = states.shape
+    _, heads, _, head_dim = states.shape
     # Zeros: what is masked must be finite.
     grown = states.new_zeros((batch, heads, max(64, 2 * end), head_dim))
     if buffer is not None:

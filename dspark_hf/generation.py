@@ -29,8 +29,8 @@ from .requests import cannot_batch, cannot_crop, check_request
 from .sampling import one_hot_scores
 from .scheduling import DraftLength, Plan, RowOutcome, RowState, Schedule, new_schedule, resolve_draft_length
 from .sequences import Sequences
-from .target_attention import AttentionMode, attending, invariant_width
-from .target_inputs import TargetInputs
+from .target_attention import AttentionMode, Unpadded, attending, invariant_width, takes_unpadded
+from .target_inputs import TargetInputs, differ_by_row
 from .target_rows import BufferedRows, CroppedRows, can_roll_back, open_rows, takes_batches
 from .target_taps import skips_prompt_positions
 from .trace import Round, Trace, active_traces
@@ -124,19 +124,28 @@ class SpeculativeDecoding:
             vocabulary_map=self.vocabulary_map,
             report_confidence=bool(traces),
         )
+        committer = Committer(
+            generation_config, logits_processor, stopping_criteria, input_ids, streamer=self.streamer
+        )
+        pads_rows = (
+            input_ids.shape[0] == 1
+            or self.draft_invariant
+            or committer.outputs.are_wanted
+            or not takes_unpadded(model)
+            or differ_by_row(model_kwargs, input_ids.shape[0])
+        )
         with generator:
             decoding = _Decoding(
                 model=model,
                 generator=generator,
-                schedule=new_schedule(self.draft_length, _cost_table(model, self.drafter)),
-                committer=Committer(
-                    generation_config, logits_processor, stopping_criteria, input_ids, streamer=self.streamer
-                ),
+                schedule=new_schedule(self.draft_length, _cost_table(model, self.drafter), pads_rows),
+                committer=committer,
                 config=generation_config,
                 model_kwargs=model_kwargs,
                 traces=traces,
                 lookup_tokens=self.draft_length.lookup_tokens,
                 attention_mode="invariant" if self.draft_invariant else "packed",
+                pads_rows=pads_rows,
             )
             return decoding.run(self.synced_gpus)
 
@@ -155,6 +164,7 @@ class _Decoding:
         traces: list[Trace],
         lookup_tokens: int,
         attention_mode: AttentionMode,
+        pads_rows: bool,
     ):
         self.model = model
         self.generator = generator
@@ -165,6 +175,7 @@ class _Decoding:
         self.inputs = TargetInputs(model, model_kwargs)
         self.rows: BufferedRows | CroppedRows | None = None
         self.clock = _Clock(model.device, bool(traces))
+        self._pads_rows = pads_rows
         self._has_warned = False
         self.lookups: list[ContextLookup] = []
         self._lookup_tokens = lookup_tokens
@@ -234,13 +245,17 @@ class _Decoding:
         drafted = clock.now()
         outputs = self.verify(draft)
         verified = clock.now()
-        counts = committer.commit(outputs.logits[:, -self.rows.width :][:, : 1 + draft.length], draft)
+        unpadded = self.rows.unpadded if isinstance(self.rows, BufferedRows) else None
+        if unpadded is None:
+            counts = committer.commit(outputs.logits[:, -self.rows.width :][:, : 1 + draft.length], draft)
+        else:
+            counts = committer.commit(outputs.logits, draft, is_padded=False)
         if committer.outputs.are_wanted:
             committer.outputs.add_pass(
                 outputs, counts[0], active, self.model, get_cache(self.inputs.model_kwargs), self.rows.static_length
             )
         self.rows.commit(counts)
-        self.generator.commit(counts)
+        self.generator.commit(counts, unpadded)
         self.generator.check_overflow(draft, committer.has_overflown)
         self.inputs.commit(outputs, counts[0])
         self._after_commit(active)
@@ -273,18 +288,23 @@ class _Decoding:
         """One pass of the target over anchor and draft of each active row."""
         assert self.rows is not None
         active, block, width = self.committer.active, draft.token_ids, 1 + draft.length
+        widths, unpadded = [1 + length for length in draft.row_lengths], None
         if self._attention_mode == "invariant":
             # Some numbers of rows have kernels of their own: tokens that nobody reads come along.
             width = invariant_width(width, len(active), self.model.dtype)
             dummies = self.sequences.anchors(active)[:, None].expand(-1, width - 1 - draft.length)
             block = torch.cat((block, dummies), dim=-1)
+            widths = [width] * len(active)
         if len(active) == 1:
             input_ids = self.sequences.with_draft(active[0], block)
         else:
             input_ids = torch.cat((self.sequences.anchors(active)[:, None], block), dim=-1)
-        self.rows.begin(width)
+            if not self._pads_rows and min(widths) < width:
+                unpadded = Unpadded.of(widths, block.device)
+                input_ids, width = unpadded.flat(input_ids), sum(widths)
+        self.rows.begin(widths, unpadded)
         inputs = self.inputs.of_pass(self.rows, input_ids, width)
-        with self.generator.listening(), attending(self._attention_mode):
+        with self.generator.listening(), attending(self._attention_mode, unpadded):
             return self.model(**inputs, return_dict=True)
 
     def _goes_on(self, synced_gpus: bool) -> bool:
@@ -316,9 +336,15 @@ class _Decoding:
             self.inputs.select(slots, len(active))
 
     def _learn(self, plan: Plan, draft: Draft, active: list[int], seconds: float, draft_seconds: float) -> None:
-        committer = self.committer
+        committer, lengths = self.committer, self.sequences.lengths
         outcomes = [
-            RowOutcome(row, plan.rows[slot].source, draft.row_lengths[slot], committer.num_accepted[slot])
+            RowOutcome(
+                row,
+                plan.rows[slot].source,
+                draft.row_lengths[slot],
+                committer.num_accepted[slot],
+                has_ended=slot not in committer.slots and lengths[row] < self.config.max_length,
+            )
             for slot, row in enumerate(active)
         ]
         self.schedule.observe(plan, outcomes, seconds, draft_seconds if self.clock.is_exact else None)
@@ -349,7 +375,7 @@ class _Decoding:
             self.rows.recall(early)
             self.inputs.recall(early)
             newest = [self.sequences.token(row, n) for row, n in zip(early, self.rows.lengths, strict=True)]
-            self.rows.begin(1)
+            self.rows.begin([1] * len(early))
             inputs = self.inputs.of_pass(self.rows, torch.stack(newest)[:, None], 1)
             self.model(**inputs, return_dict=True)
             self.rows.commit([1] * len(early))

@@ -13,8 +13,10 @@ So the output keeps the target's distribution under every schedule (paper, secti
 """
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import exp
 from numbers import Integral, Real
 from typing import Any, ClassVar, Literal
 
@@ -76,7 +78,7 @@ class RowPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan for each row, in their order, and a word for the trace that says what made this width.
+    """A plan for each row, in their order, and a word for the trace that says what made this choice.
 
     `reason` is one of "constant"; "best" (most tokens per second), "exploring" (the same, but by a guessed price),
     "aside" (no draft pays), "probing" (a try after some rounds aside), "measuring" (the price of a plain pass),
@@ -97,25 +99,28 @@ class RowOutcome:
         proposed: draft tokens that the target's pass covered, rejected ones included; fewer than planned where the
             draft ended by itself.
         accepted: how many of them stand.
+        has_ended: whether the row is finished, before its length made it so.
     """
 
     row: int
     source: str
     proposed: int
     accepted: int
+    has_ended: bool = False
 
 
 class Schedule(ABC):
     """Decides the rounds of one call.
 
     A subclass with a line in `SCHEDULES` can be named in `num_assistant_tokens_schedule`. It is made from the settings
-    of the call and the pair's measurements; `LOOKUP_TOKENS` is its number of lookup tokens where the user gives none.
+    of the call, the pair's measurements, and whether the target's pass pads every row to the longest draft.
+    `LOOKUP_TOKENS` is its number of lookup tokens where the user gives none.
     """
 
     LOOKUP_TOKENS: ClassVar[int]
 
     @abstractmethod
-    def __init__(self, settings: DraftLength, table: CostTable): ...
+    def __init__(self, settings: DraftLength, table: CostTable, pads_rows: bool = False): ...
 
     @abstractmethod
     def plan(self, rows: Sequence[RowState]) -> Plan:
@@ -145,7 +150,7 @@ class ConstantSchedule(Schedule):
     LOOKUP_TOKENS = 0
     LONG_MATCH = 8
 
-    def __init__(self, settings: DraftLength, table: CostTable):
+    def __init__(self, settings: DraftLength, table: CostTable, pads_rows: bool = False):
         self._settings = settings
 
     def plan(self, rows: Sequence[RowState]) -> Plan:
@@ -160,9 +165,12 @@ class ConstantSchedule(Schedule):
 class AutoSchedule(Schedule):
     """The most expected new tokens per second, plain decoding among the choices.
 
-    A round costs what its longest draft costs: the other rows are padded to that width. So the choice is one width,
-    with or without the drafter; then every row fills the width from the source that promises it more. Where that is
-    plain decoding, the drafter is tried again from time to time, as often as a small share of the time pays for.
+    Every row's most likely draft tokens come first, those of all rows in one order, and as many of them are verified
+    as pay, with or without the drafter. Where a pass pads its rows, it costs what its longest draft costs, so the
+    choice is one length for all. Where plain decoding wins, the drafter is tried again from time to time, as often as
+    a small share of the time pays for.
+
+    A call lasts as long as its slowest row, so new tokens of rows that lie behind are worth more (`_values`).
     """
 
     LOOKUP_TOKENS = 16
@@ -172,14 +180,17 @@ class AutoSchedule(Schedule):
     MAX_SHARE, MIN_SHARE = 0.06, 0.01
     # What a drafter worth another try would reach at each position.
     HOPE = 0.6
+    # What the best of many possible choices for a batch must promise, because it is the best in part by luck.
+    MARGIN = 1.06
     # Below this advantage of a draft over plain decoding, the price of a plain pass should be known well.
     CLEAR = 1.5
     # First draft tokens that must have been tried before a drafter is said to guess, in all and in this call, and the
     # share of them that a guess may hit.
     ENOUGH_TRIES, ENOUGH_NOW, CHANCE = 24, 4, 0.025
 
-    def __init__(self, settings: DraftLength, table: CostTable):
+    def __init__(self, settings: DraftLength, table: CostTable, pads_rows: bool = False):
         self._settings = settings
+        self._pads_rows = pads_rows
         self._table = table
         self._costs = RoundCosts(table)
         self._drafts = DraftAcceptance(table, settings.num_assistant_tokens)
@@ -188,24 +199,29 @@ class AutoSchedule(Schedule):
         self._share = self.MAX_SHARE
         self._pause: float = self.MIN_PAUSE
         self._break_even = 0.0
+        self._values: list[float] = []  # of a new token of each row of the plan
+        self._paces: defaultdict[int, _Pace] = defaultdict(_Pace)
         self._first_tries = self._first_hits = 0
 
     def plan(self, rows: Sequence[RowState]) -> Plan:
+        self._values = self._values_of(rows)
         lookups, drafts = self._lookup_gains(rows), self._draft_gains(rows)
         if not any(len(gains) > 1 for gains in lookups + drafts):
             return _plain(rows, "nothing")
         if self._costs.num_plain(len(rows)) == 0:
             return _plain(rows, "measuring")
         best = self._best(lookups, drafts)
-        if best.width > 1 and self._is_plain_due(len(rows), best.advantage):
+        if best.advantage < self.MARGIN and len(rows) > 1:
+            best = _Choice([RowPlan("none", 0)] * len(rows), 0, len(rows), len(rows))
+        if best.size > 0 and self._is_plain_due(len(rows), best.advantage):
             return _plain(rows, "measuring")
         if not best.uses_drafter and self._rounds_since_draft >= self._pause and max(map(len, drafts)) > 1:
             probe = self._probe(lookups, drafts, best.advantage)
             if probe is not None:
                 return Plan(probe.rows, "probing")
-        if best.width == 1:
+        if best.size == 0:
             return Plan(best.rows, "aside")
-        return Plan(best.rows, "best" if self._costs.is_measured(len(rows), best.width) else "exploring")
+        return Plan(best.rows, "best" if self._costs.is_measured(len(rows), best.size) else "exploring")
 
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: float, draft_seconds: float | None) -> None:
         drafted = [
@@ -215,12 +231,17 @@ class AutoSchedule(Schedule):
         ]
         self._costs.observe(
             num_rows=len(outcomes),
-            width=1 + max(outcome.proposed for outcome in outcomes),
+            size=self._size([outcome.proposed for outcome in outcomes]),
             num_draft_rows=len(drafted),
             num_draft_tokens=max((outcome.proposed for outcome, _ in drafted), default=0),
             seconds=seconds,
             draft_seconds=draft_seconds,
         )
+        self._table.count_ends(
+            sum(outcome.has_ended for outcome in outcomes), sum(1 + outcome.accepted for outcome in outcomes)
+        )
+        for outcome in outcomes:
+            self._paces[outcome.row].add(1 + outcome.accepted)
         is_plain = not any(row.num_tokens for row in plan.rows)
         self._rounds_since_plain = 0 if is_plain else self._rounds_since_plain + 1
         self._rounds_since_draft = 0 if drafted else self._rounds_since_draft + 1
@@ -231,7 +252,8 @@ class AutoSchedule(Schedule):
         self._first_tries += sum(outcome.proposed > 0 for outcome, _ in drafted)
         self._first_hits += sum(outcome.accepted > 0 for outcome, _ in drafted)
         if plan.reason == "probing":
-            pays = sum(1 + outcome.accepted for outcome in outcomes) >= self._break_even
+            tokens = sum(v * (1 + outcome.accepted) for v, outcome in zip(self._values, outcomes, strict=True))
+            pays = tokens >= self._break_even
             self._share = self.MAX_SHARE if pays else max(self._share / 2, self.MIN_SHARE)
 
     def mismatch(self) -> str | None:
@@ -249,51 +271,126 @@ class AutoSchedule(Schedule):
             "faster. Check that the drafter was trained for this very target and for this chat template."
         )
 
+    def _values_of(self, rows: Sequence[RowState]) -> list[float]:
+        """What a new token of each row is worth, where one more token of every row is worth their number.
+
+        Most of a pass costs the same for one row as for many, and has to be paid until the last row is done: that part
+        of the worth goes to the rows that would be the last ones without drafts. Where texts fill their room, these
+        are the ones that lie behind; where texts end before, nobody knows.
+        """
+        num_rows = len(rows)
+        if num_rows == 1 or self._costs.num_plain(num_rows) == 0:
+            return [1.0] * num_rows
+        rooms = [row.room for row in rows]
+        fills_its_room = exp(-self._table.end_rate * sum(rooms) / num_rows)
+        decided_by_room = 1 - (1 - fills_its_room) ** num_rows
+        # Rounds until the last row is done, at the pace of each so far, give or take a few.
+        num_rounds = max(row.room / self._paces[row.row].mean for row in rows)
+        weights = [exp(min(0.0, room - num_rounds) / (1 + 0.5 * num_rounds**0.5)) for room in rooms]
+        seconds = self._costs.pass_seconds(num_rows, 2 * num_rows)
+        shared = max(0.0, 1.0 - 0.5 * (seconds[-1] / seconds[0] - 1))
+        share = shared * decided_by_room
+        return [1 - share + share * num_rows * weight / sum(weights) for weight in weights]
+
     def _lookup_gains(self, rows: Sequence[RowState]) -> list[list[float]]:
-        """For each row, the expected accepted tokens of the first 0, 1, 2, ... tokens of its offer."""
+        """For each row, the worth of the accepted tokens to expect of the first 0, 1, 2, ... tokens of its offer."""
         gains = []
-        for row in rows:
+        for row, value in zip(rows, self._values, strict=True):
             if row.offer is None:
                 gains.append([0.0])
                 continue
             if row.offer.checks:
                 self._lookups.observe(row.row, row.offer.checks)
             num_tokens = min(len(row.offer.token_ids), self._settings.lookup_tokens, row.room)
-            gains.append(self._lookups.gains(row.row, row.offer.match_length, num_tokens))
+            gains.append(_times(value, self._lookups.gains(row.row, row.offer.match_length, num_tokens)))
         return gains
 
     def _draft_gains(self, rows: Sequence[RowState]) -> list[list[float]]:
         """The same for 0, 1, 2, ... tokens of the drafter."""
         most = self._settings.num_assistant_tokens
-        return [self._drafts.gains(row.row, min(most, row.room) if row.can_draft else 0) for row in rows]
+        return [
+            _times(value, self._drafts.gains(row.row, min(most, row.room) if row.can_draft else 0))
+            for row, value in zip(rows, self._values, strict=True)
+        ]
 
     def _best(self, lookups: list[list[float]], drafts: list[list[float]], must_draft: bool = False) -> "_Choice":
-        """The width with the most expected new tokens per second, and how the rows fill it."""
-        num_rows, max_lookup, max_draft = len(drafts), max(map(len, lookups)) - 1, max(map(len, drafts)) - 1
-        longest = max(max_lookup, max_draft)
-        seconds = self._costs.pass_seconds(num_rows, 1 + longest)
-        by_lookup, by_draft = _padded(lookups, longest), _padded(drafts, longest)
-        # Draft tokens, whether the drafter runs, expected new tokens, seconds.
-        options: list[tuple[int, bool, float, float]] = []
+        """The draft tokens with the most expected new tokens per second."""
+        num_rows = len(drafts)
+        seconds = self._costs.pass_seconds(
+            num_rows, self._size([max(len(a), len(b)) - 1 for a, b in zip(lookups, drafts, strict=True)])
+        )
+        choices = []
         if not must_draft:
-            gains = list(map(sum, zip(*by_lookup, strict=True)))
-            options += [(n, False, num_rows + gains[n], seconds[n + 1]) for n in range(1 + max_lookup)]
-        if max_draft > 0:
-            base, slope = self._costs.draft_seconds(sum(len(draft) > 1 for draft in drafts))
-            by_either = [map(max, lookup, draft) for lookup, draft in zip(by_lookup, by_draft, strict=True)]
-            gains = list(map(sum, zip(*by_either, strict=True)))
-            draft_seconds = [base + slope * min(n, max_draft) for n in range(1 + longest)]
-            options += [
-                (n, True, num_rows + gains[n], seconds[n + 1] + draft_seconds[n]) for n in range(1, 1 + longest)
+            choices.append(self._filled([(LOOKUP, gains) for gains in lookups], seconds))
+        if any(len(gains) > 1 for gains in drafts):
+            # What a draft token must bring to pay for its place in the pass.
+            toll = num_rows * (seconds[-1] / seconds[0] - 1) / (len(seconds) - 1)
+            offers: list[tuple[Literal["drafter", "lookup"], list[float]]] = [
+                (DRAFTER, draft) if num_rows == 1 or _worth(draft, toll) > _worth(lookup, toll) else (LOOKUP, lookup)
+                for lookup, draft in zip(lookups, drafts, strict=True)
             ]
-        n, with_drafter, tokens, cost = max(options, key=lambda option: option[2] / option[3])
-        rows = [
-            _row_plan(DRAFTER, min(n, len(draft) - 1))
-            if with_drafter and _at(draft, n) > _at(lookup, n)
-            else _row_plan(LOOKUP, min(n, len(lookup) - 1))
-            for lookup, draft in zip(lookups, drafts, strict=True)
-        ]
-        return _Choice(rows, 1 + n, tokens, num_rows * cost / seconds[1])
+            lines = [self._costs.draft_seconds(1 + n) for n in range(num_rows)]
+            choices.append(self._filled(offers, seconds, lines))
+        return max(choices, key=lambda choice: choice.advantage)
+
+    def _filled(
+        self,
+        offers: list[tuple[Literal["drafter", "lookup"], list[float]]],
+        seconds: list[float],
+        draft_lines: list[tuple[float, float]] | None = None,
+    ) -> "_Choice":
+        """As many tokens of these offers as pay: the source and the gains of each row.
+
+        Args:
+            seconds: of the pass by size.
+            draft_lines: base and slope of the seconds of a draft for 1, 2, ... rows; `None`: without the drafter.
+        """
+        num_rows = len(offers)
+        steps = self._steps([gains for _, gains in offers])
+        counts, size, drafting, longest, tokens = [0] * num_rows, 0, 0, 0, float(num_rows)
+        best = (0, tokens, seconds[0])
+        best_rate = tokens / seconds[0] if draft_lines is None else 0.0
+        for index, (rows, gain) in enumerate(steps):
+            for row in rows:
+                counts[row] += 1
+                size += not self._pads_rows
+                if offers[row][0] == DRAFTER:
+                    drafting += counts[row] == 1
+                    longest = max(longest, counts[row])
+            if self._pads_rows:
+                size = num_rows * (1 + index)
+            tokens += gain
+            cost = seconds[size]
+            if draft_lines is not None and drafting:
+                base, slope = draft_lines[drafting - 1]
+                cost += base + slope * longest
+            if tokens / cost > best_rate:
+                best, best_rate = (1 + index, tokens, cost), tokens / cost
+        num_steps, tokens, cost = best
+        counts = [0] * num_rows
+        for rows, _ in steps[:num_steps]:
+            for row in rows:
+                counts[row] += 1
+        plans = [_row_plan(source, n) for (source, _), n in zip(offers, counts, strict=True)]
+        return _Choice(plans, self._size(counts), tokens, num_rows * cost / seconds[0])
+
+    def _steps(self, gains: list[list[float]]) -> list[tuple[list[int], float]]:
+        """In the order in which drafts grow: the rows that gain a token, and what it promises.
+
+        Of a row, each token promises at most as much as the one before, so the order never skips one.
+        """
+        tokens = [(row[n] - row[n - 1], n, slot) for slot, row in enumerate(gains) for n in range(1, len(row))]
+        if not self._pads_rows:
+            tokens.sort(key=lambda token: -token[0])
+            return [([slot], gain) for gain, _, slot in tokens]
+        by_length: dict[int, list[tuple[float, int]]] = {}
+        for gain, n, slot in tokens:
+            by_length.setdefault(n, []).append((gain, slot))
+        return [([slot for _, slot in of], sum(gain for gain, _ in of)) for _, of in sorted(by_length.items())]
+
+    def _size(self, lengths: Sequence[int]) -> int:
+        """Draft tokens of a pass over drafts of such lengths, padding included."""
+        return len(lengths) * max(lengths) if self._pads_rows else sum(lengths)
 
     def _is_plain_due(self, num_rows: int, advantage: float) -> bool:
         """Whether to measure a plain pass again, with which everything is compared: often at first."""
@@ -305,12 +402,15 @@ class AutoSchedule(Schedule):
 
         `advantage`: of what would be done instead, over plain decoding.
         """
-        hopes = [[sum(self.HOPE**k for k in range(1, n + 1)) for n in range(len(gains))] for gains in drafts]
+        hopes = [
+            [value * sum(self.HOPE**k for k in range(1, n + 1)) for n in range(len(gains))]
+            for value, gains in zip(self._values, drafts, strict=True)
+        ]
         probe = self._best(lookups, hopes, must_draft=True)
         if not probe.uses_drafter:  # the lookups are better even so
             return None
-        tokens = sum(
-            1 + _at(draft if row.source == DRAFTER else lookup, row.num_tokens)
+        tokens = len(drafts) + sum(
+            _at(draft if row.source == DRAFTER else lookup, row.num_tokens)
             for row, lookup, draft in zip(probe.rows, lookups, drafts, strict=True)
         )
         break_even = advantage * probe.break_even
@@ -323,12 +423,26 @@ class AutoSchedule(Schedule):
         return probe
 
 
+class _Pace:
+    """New tokens of a row in a round: a mean that fades."""
+
+    def __init__(self) -> None:
+        self._tokens, self._rounds = 5.0, 4.0
+
+    def add(self, num_tokens: int) -> None:
+        self._tokens, self._rounds = 0.95 * self._tokens + num_tokens, 0.95 * self._rounds + 1
+
+    @property
+    def mean(self) -> float:
+        return self._tokens / self._rounds
+
+
 @dataclass(frozen=True)
 class _Choice:
-    """What the rows do, the width of the pass, expected new tokens, and how many plain decoding has in that time."""
+    """What the rows do, the size of the pass, expected new tokens, and how many plain decoding has in that time."""
 
     rows: list[RowPlan]
-    width: int
+    size: int
     tokens: float
     break_even: float
 
@@ -344,9 +458,9 @@ class _Choice:
 SCHEDULES: dict[str, type[Schedule]] = {"auto": AutoSchedule, "constant": ConstantSchedule}
 
 
-def new_schedule(settings: DraftLength, table: CostTable) -> Schedule:
-    """The schedule of one call, by its name in the settings. `table` holds the pair's measurements."""
-    return SCHEDULES[settings.schedule](settings, table)
+def new_schedule(settings: DraftLength, table: CostTable, pads_rows: bool = False) -> Schedule:
+    """The schedule of one call, by its name in the settings; the arguments are those of a [`Schedule`]."""
+    return SCHEDULES[settings.schedule](settings, table, pads_rows)
 
 
 def resolve_draft_length(
@@ -409,9 +523,13 @@ def _plain(rows: Sequence[RowState], reason: str) -> Plan:
     return Plan([RowPlan("none", 0)] * len(rows), reason)
 
 
-def _padded(gains: list[list[float]], num_tokens: int) -> list[list[float]]:
-    """Each row's gains up to so many tokens; beyond what there is, nothing is gained."""
-    return [row + row[-1:] * (1 + num_tokens - len(row)) for row in gains]
+def _times(value: float, gains: list[float]) -> list[float]:
+    return gains if value == 1 else [value * gain for gain in gains]
+
+
+def _worth(gains: list[float], toll: float) -> float:
+    """What the best length brings where each token costs `toll`."""
+    return max(gain - toll * n for n, gain in enumerate(gains))
 
 
 def _at(gains: list[float], num_tokens: int) -> float:

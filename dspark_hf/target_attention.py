@@ -5,6 +5,9 @@ soon as it has several tokens: at long context a verification pass spends most o
 heads of a group into the query length (`[B, H, W, D]` to `[B, Hkv, H / Hkv * W, D]`) gives the same result without a
 copy. On CPU, it also keeps half precision away from the slow kernel for a single query row.
 
+Rows of a batch that verify drafts of different lengths need no padding outside of attention: the tokens of all of them
+go through the model as one row, and only here, where each must see the keys of its own row, they part (`Unpadded`).
+
 The models ask `ALL_ATTENTION_FUNCTIONS` for their "sdpa" function, which is shared by all of them, so the override
 that stands there while a block of `attending` is open hands every other caller on to the function of transformers.
 """
@@ -12,6 +15,8 @@ that stands there while a block of `attending` is open hands every other caller 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import accumulate
 from math import gcd
 from threading import Lock
 from typing import Any, Literal
@@ -19,6 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
@@ -30,6 +36,8 @@ AttentionMode = Literal["packed", "invariant"]
 _MAX_PACKED_QUERIES = 128
 # Full and sliding attention, with room for another; where devices differ, every layer is given a copy of its own.
 _MAX_SHARED_MASKS = 4
+# What one more call of attention costs, in queries.
+_CALL = 8
 
 # PyTorch's CPU kernel works through 32 rows and 512 keys at a time, two matrix products for each such block. The bits
 # of a product's row depend on the number of keys (where a sum over them is cut in two), and on whether there are at
@@ -41,11 +49,83 @@ _lock = Lock()
 _num_open = 0
 
 
+@dataclass(frozen=True)
+class Unpadded:
+    """A pass over rows of different widths that the model sees as one row of all their tokens.
+
+    Attributes:
+        num_rows: R, rows of the batch.
+        width: W, tokens of the longest one.
+        places: `[N]`, where each token stands among the R * W of a padded pass: row after row.
+        overhangs: tokens that attend in a call of their own, because few rows are that wide: the row, and where they
+            stand among the N.
+        base: the rest, as a pass of its own; without overhangs the same pass.
+        base_tokens: `[M]`, its tokens among the N.
+    """
+
+    num_rows: int
+    width: int
+    places: torch.Tensor
+    overhangs: tuple[tuple[int, slice], ...] = ()
+    base: "Unpadded | None" = None
+    base_tokens: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, widths: list[int], device: torch.device) -> "Unpadded":
+        """The pass over `widths[row]` tokens of each row."""
+        width = max(widths)
+        places = [row * width + k for row, num_tokens in enumerate(widths) for k in range(num_tokens)]
+        whole = cls(len(widths), width, torch.tensor(places, device=device))
+        common = min(range(1, width + 1), key=lambda w: len(widths) * w + sum(n - w + _CALL for n in widths if n > w))
+        if common == width:
+            return whole
+        starts = [0, *accumulate(widths)]
+        overhangs = tuple(
+            (row, slice(starts[row] + common, starts[row] + n)) for row, n in enumerate(widths) if n > common
+        )
+        base_tokens = [starts[row] + k for row, n in enumerate(widths) for k in range(min(n, common))]
+        return cls(
+            len(widths),
+            width,
+            whole.places,
+            overhangs,
+            cls.of([min(n, common) for n in widths], device),
+            torch.tensor(base_tokens, device=device),
+        )
+
+    def padded(self, states: torch.Tensor) -> torch.Tensor:
+        """`[1, N, ...]` to `[R, W, ...]`, zeros where there is no token."""
+        places = self.places.to(states.device)
+        padded = states.new_zeros((self.num_rows * self.width, *states.shape[2:])).index_copy_(0, places, states[0])
+        return padded.unflatten(0, (self.num_rows, self.width))
+
+    def flat(self, states: torch.Tensor) -> torch.Tensor:
+        """`[R, W, ...]` to `[1, N, ...]`."""
+        return states.flatten(0, 1).index_select(0, self.places.to(states.device))[None]
+
+
+def takes_unpadded(target: PreTrainedModel) -> bool:
+    """Whether passes over this model can be `Unpadded`, and gain by it.
+
+    All that looks beyond its own token has to come by here. A GPU reads the weights for as long as it computes a few
+    tokens more, so padding costs it less than the detour.
+    """
+    return (
+        target.device.type == "cpu"
+        and bool(getattr(target, "_supports_attention_backend", False))
+        and target.config.get_text_config(decoder=True)._attn_implementation == "sdpa"
+        and ALL_ATTENTION_FUNCTIONS["sdpa"] in (sdpa_attention_forward, _sdpa)
+        and _stock() is sdpa_attention_forward
+    )
+
+
 class _Attention:
     """One block of `attending`: its mode, and the masks that its passes share between their layers."""
 
-    def __init__(self, mode: AttentionMode):
-        self.mode = mode
+    def __init__(self, mode: AttentionMode, unpadded: Unpadded | None):
+        self.mode, self.unpadded = mode, unpadded
+        self._max_masks = _MAX_SHARED_MASKS * (1 if unpadded is None else 1 + len(unpadded.overhangs))
+        self._mask_parts: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self.row_multiple, self.key_multiple = (_INVARIANT_ROWS, INVARIANT_KEYS) if mode == "invariant" else (1, 1)
         self._packed_masks: dict[tuple, tuple[torch.Tensor | None, torch.Tensor]] = {}
 
@@ -61,13 +141,26 @@ class _Attention:
         # product in half precision, and a fast one in float32.
         return mask is not None or (query.device.type == "cpu" and query.dtype != torch.float32)
 
+    def mask_parts(self, mask: torch.Tensor) -> list[torch.Tensor]:
+        """Of a mask for an unpadded pass, `[R, H or 1, W, L]`, the part for its base, and that for each overhang."""
+        assert self.unpadded is not None
+        if id(mask) not in self._mask_parts:
+            if len(self._mask_parts) >= _MAX_SHARED_MASKS:
+                self._mask_parts.clear()
+            width = (self.unpadded.base or self.unpadded).width
+            parts = [mask[:, :, :width]]
+            for row, tokens in self.unpadded.overhangs:
+                parts.append(mask[row : row + 1, :, width : width + tokens.stop - tokens.start])
+            self._mask_parts[id(mask)] = mask, parts
+        return self._mask_parts[id(mask)][1]
+
     def packed_mask(self, mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
         """`_packed_mask`, made once for all the layers that were given the same mask."""
         if mask is None and self.mode == "packed":
             return None
         identity = id(mask), query.shape[:3], query.dtype, key.shape[1:3]
         if identity not in self._packed_masks:
-            if len(self._packed_masks) >= _MAX_SHARED_MASKS:
+            if len(self._packed_masks) >= self._max_masks:
                 self._packed_masks.clear()
             packed = _packed_mask(mask, query, key, self.row_multiple, self.key_multiple)
             # The mask is kept beside its packed form, or another one could come to stand at its address.
@@ -79,7 +172,7 @@ _attending: ContextVar[_Attention | None] = ContextVar("dspark_hf_target_attenti
 
 
 @contextmanager
-def attending(mode: AttentionMode) -> Iterator[None]:
+def attending(mode: AttentionMode, unpadded: Unpadded | None = None) -> Iterator[None]:
     """Runs the "sdpa" attention of every pass made inside, in this thread or task only, in our way.
 
     Results equal those of transformers up to rounding. Whatever we have no better way for (training, prefill, flash
@@ -94,19 +187,21 @@ def attending(mode: AttentionMode) -> Iterator[None]:
             that, the first key has to stand at a position that is a multiple of `INVARIANT_KEYS`, also where a window
             slides; where the number of keys is another multiple, they are not copied; what lies behind the end has
             to be masked, and finite. The pass has to be as wide as `invariant_width` says.
+        unpadded: how the tokens of the pass, which the model sees as one row, belong to the rows of the cache.
 
     Raises:
-        UnsupportedGenerationError: "invariant" is asked for, and somebody's own function stands in the place of
-            "sdpa", or the model attends in a way that we have no invariant form of.
+        UnsupportedGenerationError: "invariant" or an `unpadded` pass is asked for, and somebody's own function stands
+            in the place of "sdpa", or the model attends in a way that we have no invariant form of.
     """
     with _overriding() as is_in_place:
-        if mode == "invariant" and not is_in_place:
+        if not is_in_place and (mode == "invariant" or unpadded is not None):
             raise UnsupportedGenerationError(
                 "Another function stands in the place of transformers' own for the attention implementation 'sdpa', "
-                "so its rounding may depend on the draft. Take it out of `ALL_ATTENTION_FUNCTIONS` (and of what "
-                "`AttentionInterface.register` was given), or leave out the draft-invariant mode."
+                "so its rounding may depend on the draft, and it may not know the rows of a batch. Take it out of "
+                "`ALL_ATTENTION_FUNCTIONS` (and of what `AttentionInterface.register` was given), or leave out the "
+                "draft-invariant mode."
             )
-        token = _attending.set(_Attention(mode))
+        token = _attending.set(_Attention(mode, unpadded))
         try:
             yield
         finally:
@@ -172,6 +267,52 @@ def _sdpa(
     stock = _stock()
     if attention is None or stock is not sdpa_attention_forward:
         return stock(module, query, key, value, attention_mask, *args, **kwargs)
+    if attention.unpadded is None:
+        return _attend(attention, module, query, key, value, attention_mask, *args, **kwargs)
+    return _attend_unpadded(attention, module, query, key, value, attention_mask, *args, **kwargs), None
+
+
+def _attend_unpadded(
+    attention: _Attention,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """`_sdpa` of queries `[1, H, N, D]` that see keys `[R, Hkv, L, D]`: `[1, N, H, D]`."""
+    unpadded = attention.unpadded
+    assert unpadded is not None and attention_mask is not None, "rows of different lengths come with a mask"
+    base, queries = unpadded.base or unpadded, query.transpose(1, 2)
+    mask, *others = attention.mask_parts(attention_mask)
+    if unpadded.base_tokens is not None:
+        queries = queries.index_select(1, unpadded.base_tokens)
+    of_rows = base.padded(queries).transpose(1, 2)
+    output = base.flat(_attend(attention, module, of_rows, key, value, mask, *args, **kwargs)[0])
+    if unpadded.base_tokens is None:
+        return output
+    whole = output.new_empty((1, query.shape[2], *output.shape[2:]))
+    whole[:, unpadded.base_tokens] = output
+    for (row, tokens), mask in zip(unpadded.overhangs, others, strict=True):
+        of_row = query[:, :, tokens], key[row : row + 1], value[row : row + 1]
+        whole[:, tokens] = _attend(attention, module, *of_row, mask, *args, **kwargs)[0]
+    return whole
+
+
+def _attend(
+    attention: _Attention,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`_sdpa` of rows that are all equally wide."""
+    stock = _stock()
     is_known = not args and _is_plain(module, query, key, value, attention_mask, kwargs)
     if is_known and attention.serves(query, key, attention_mask):
         return _packed(attention, query, key, value, attention_mask, kwargs.get("scaling")), None

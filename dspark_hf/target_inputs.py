@@ -69,7 +69,10 @@ class TargetInputs:
         self.model_kwargs = {name: of_rows(value) for name, value in self.model_kwargs.items()}
 
     def of_pass(self, rows: "BufferedRows | CroppedRows", input_ids: torch.Tensor, width: int) -> dict[str, Any]:
-        """Arguments of a pass over the last `width` of `[R, L]` ids, of which all but one are not committed."""
+        """Arguments of a pass over the last `width` of `[R, L]` ids, of which all but one are not committed.
+
+        Of an unpadded pass, the ids are `[1, N]`, and `width` is N.
+        """
         if self._next_positions is None:
             kwargs = _extended(self.model_kwargs, width - 1)
         else:
@@ -89,8 +92,10 @@ class TargetInputs:
 
     def _positions(self, rows: BufferedRows) -> torch.Tensor:
         assert self._next_positions is not None
-        columns = rows.columns(self._next_positions.device) - self._num_prompt
-        return self._next_positions + columns
+        positions = self._next_positions + rows.columns(self._next_positions.device) - self._num_prompt
+        if rows.unpadded is None:
+            return positions
+        return positions.flatten(-2)[..., None, rows.unpadded.places.to(positions.device)]
 
     def commit(self, outputs: Any, num_new: int) -> None:
         """After a pass of a single row: its arguments grow by the committed tokens."""
@@ -98,6 +103,15 @@ class TargetInputs:
             self.model_kwargs = self.model._update_model_kwargs_for_generation(
                 outputs, self.model_kwargs, is_encoder_decoder=False, num_new_tokens=num_new
             )
+
+
+def differ_by_row(model_kwargs: dict[str, Any], num_rows: int) -> bool:
+    """Whether a call has arguments, besides those that a batch makes for itself, with something for each row."""
+    return any(
+        isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == num_rows
+        for name, value in model_kwargs.items()
+        if name not in _PER_ROW
+    )
 
 
 def _extended(model_kwargs: dict[str, Any], num_tokens: int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from transformers import Cache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
 from ._compat import DUMMY_LAYER, TargetModel, is_croppable, stop_recording_past
+from .target_attention import Unpadded
 
 _DYNAMIC = (DynamicLayer, DynamicSlidingWindowLayer)
 _STATIC = (StaticLayer, StaticSlidingWindowLayer)
@@ -88,9 +89,9 @@ class CroppedRows:
         # Only now: while it records, a sliding-window cache would hold a long prompt in full.
         cache.activate_past_recording()
 
-    def begin(self, width: int) -> None:
-        """Before a pass over `width` tokens."""
-        self.width = width
+    def begin(self, widths: list[int], unpadded: Unpadded | None = None) -> None:
+        """Before a pass over so many tokens."""
+        (self.width,) = widths
 
     def commit(self, counts: list[int]) -> None:
         """Keeps the first tokens of the last pass."""
@@ -113,7 +114,8 @@ class BufferedRows:
 
     Attributes:
         lengths: committed positions of each active row, padding of the prompt included.
-        width: tokens of each row in the pass.
+        width: tokens of the widest row in the pass; all others are padded to it, if the pass pads.
+        unpadded: how the rows part where the pass does not pad.
         end: where the longest row ends after the pass.
         is_level: whether all rows have one length.
     """
@@ -133,7 +135,9 @@ class BufferedRows:
             self._real = prompt_mask != 0
         self._all_real = self._real
         self.width, self.end, self.is_level = 0, prompt_length, True
+        self.unpadded: Unpadded | None = None
         self._columns: dict[torch.device, torch.Tensor] = {}
+        self._tokens: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
         self._stores: dict[int | None, _Store] = {}
         for index, layer in enumerate(self._originals):
             if _holds_states(layer):
@@ -178,15 +182,21 @@ class BufferedRows:
 
         A call with one row needs nothing from here: the model gets the mask of the call itself.
         """
-        return self._is_batch and not (self.is_level and self._real is None)
+        return self._is_batch and not (self.is_level and self._real is None and self.unpadded is None)
 
-    def begin(self, width: int) -> None:
-        """Before a pass over `width` tokens of each active row: makes room for them."""
+    def begin(self, widths: list[int], unpadded: Unpadded | None = None) -> None:
+        """Before a pass over so many tokens of each active row: makes room for them.
+
+        Args:
+            unpadded: of these widths, where the pass does not pad.
+        """
+        width = max(widths)
         shortest, longest = min(self.lengths), max(self.lengths)
         # Rows that have left still own what they hold.
         num_held = max(longest, *self._finished.values()) if self._finished else longest
-        self.width, self.end, self.is_level = width, longest + width, shortest == longest
+        self.width, self.end, self.is_level, self.unpadded = width, longest + width, shortest == longest, unpadded
         self._columns.clear()
+        self._tokens.clear()
         for window, store in self._stores.items():
             if self.end - store.start > store.capacity:
                 # What no row can see any more makes room first.
@@ -202,6 +212,14 @@ class BufferedRows:
             starts = torch.tensor(self.lengths, device=device)[:, None]
             self._columns[device] = starts + torch.arange(self.width, device=device)
         return self._columns[device]
+
+    def tokens(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[N]` each, the active row of each token of an unpadded pass, and where in its sequence it belongs."""
+        assert self.unpadded is not None
+        if device not in self._tokens:
+            places = self.unpadded.places.to(device)
+            self._tokens[device] = places // self.width, self.columns(device).flatten()[places]
+        return self._tokens[device]
 
     def masks(self, windows: dict[str, int | None], device: torch.device, dtype: torch.dtype | None) -> Any:
         """What each token of the pass sees: `[R, 1, width, keys]`, one for each type of layer where there are several.
@@ -326,11 +344,19 @@ class _BufferedLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes `[R, kv_heads, width, head_dim]` behind each row; returns what the pass attends to, as views."""
+        """Writes `[R, kv_heads, width, head_dim]` behind each row; returns what the pass attends to, as views.
+
+        Of an unpadded pass, the states are `[1, kv_heads, N, head_dim]`; what it attends to has its rows all the same.
+        """
         rows, start = self._rows, self._store.start
         keys, values = self.keys[: rows.num_rows], self.values[: rows.num_rows]
         end = rows.end - start
-        if rows.is_level:
+        if rows.unpadded is not None:
+            at = rows.tokens(keys.device)
+            index = (at[0], at[1] - start)
+            keys.transpose(1, 2)[index] = key_states[0].transpose(0, 1)
+            values.transpose(1, 2)[index] = value_states[0].transpose(0, 1)
+        elif rows.is_level:
             keys[:, :, end - rows.width : end] = key_states
             values[:, :, end - rows.width : end] = value_states
         else:

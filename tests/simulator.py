@@ -37,6 +37,7 @@ class Machine:
         rows: rows for which the curve holds; a pass over fewer is scaled down part of the way.
         growth: how much a pass gains per committed token, as a share of its price at an empty context.
         times_drafts: whether the drafter's seconds are known (on a GPU they are not).
+        pads_rows: whether a pass pads every row to the longest draft (on a GPU it does).
         warm_up: factor on the first pass of each shape.
     """
 
@@ -47,6 +48,7 @@ class Machine:
     draft_slope: float
     growth: float = 0.0
     times_drafts: bool = True
+    pads_rows: bool = False
     warm_up: float = 1.0
     noise: float = 0.04
     seed: int = 0
@@ -56,7 +58,12 @@ class Machine:
         self._random = random.Random(self.seed)
         self._burst = 0
 
-    def pass_seconds(self, rows: int, width: int, context: float) -> float:
+    def size(self, lengths: Sequence[int]) -> int:
+        """Draft tokens of a pass."""
+        return len(lengths) * max(lengths) if self.pads_rows else sum(lengths)
+
+    def pass_seconds(self, rows: int, size: int, context: float) -> float:
+        width = 1 + size / rows
         widths = sorted(self.passes)
         above = next((w for w in widths if w >= width), widths[-1])
         below = max((w for w in widths if w <= width), default=widths[0])
@@ -70,7 +77,7 @@ class Machine:
     def draft_seconds(self, rows: int, num_tokens: int) -> float:
         return 1e-3 * (self.draft_base + self.draft_slope * num_tokens) * (0.3 + 0.7 * rows / self.rows)
 
-    def disturbance(self, rows: int, width: int) -> float:
+    def disturbance(self, rows: int, size: int) -> float:
         """Factor on what a clock shows: jitter, single outliers, bursts of half a dozen rounds."""
         factor = self._random.lognormvariate(0, self.noise)
         if self._burst == 0 and self._random.random() < 0.01:
@@ -80,14 +87,15 @@ class Machine:
             factor *= 2
         elif self._random.random() < 0.02:
             factor *= 2
-        if (rows, width) not in self._seen:
-            self._seen.add((rows, width))
+        if (rows, size) not in self._seen:
+            self._seen.add((rows, size))
             factor *= self.warm_up
         return factor
 
 
 def machine(name: str, seed: int = 0, **settings: float) -> Machine:
-    return Machine(name, *CURVES[name], seed=seed, times_drafts=not name.startswith("gpu"), **settings)
+    is_gpu = name.startswith("gpu")
+    return Machine(name, *CURVES[name], seed=seed, times_drafts=not is_gpu, pads_rows=is_gpu, **settings)
 
 
 # Chance of acceptance by position in the block and number of new tokens so far.
@@ -184,12 +192,12 @@ def simulate(schedule: Schedule, on: Machine, texts: Sequence[Text], lookup_toke
         states = [row.state(lookup_tokens) for row in rows]
         plan = schedule.plan(states)
         accepted = [row.accepted(p, s) for row, p, s in zip(rows, plan.rows, states, strict=True)]
-        width = 1 + max(p.num_tokens for p in plan.rows)
+        size = on.size([p.num_tokens for p in plan.rows])
         drafting = [p.num_tokens for p in plan.rows if p.source == "drafter"]
         context = sum(s.context_length for s in states) / len(states)
         draft = on.draft_seconds(len(drafting), max(drafting)) if drafting else 0.0
-        seconds = draft + on.pass_seconds(len(rows), width, context)
-        factor = on.disturbance(len(rows), width)
+        seconds = draft + on.pass_seconds(len(rows), size, context)
+        factor = on.disturbance(len(rows), size)
         outcomes = [
             RowOutcome(row.number, p.source, p.num_tokens, a)
             for row, p, a in zip(rows, plan.rows, accepted, strict=True)
@@ -219,9 +227,10 @@ class Fixed(Schedule):
         return RowPlan(self.source, n) if n else RowPlan("none", 0)
 
 
-def auto(table: CostTable | None = None, lookup_tokens: int = 0) -> AutoSchedule:
+def auto(name: str, table: CostTable | None = None, lookup_tokens: int = 0) -> AutoSchedule:
+    """The schedule as a call on this machine makes it."""
     settings = DraftLength(NUM_DRAFT_TOKENS, 0.0, "auto", lookup_tokens)
-    return AutoSchedule(settings, CostTable() if table is None else table)
+    return AutoSchedule(settings, CostTable() if table is None else table, machine(name).pads_rows)
 
 
 def best_fixed(name: str, texts: Sequence[Text], **settings: float) -> tuple[float, int]:

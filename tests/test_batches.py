@@ -37,9 +37,11 @@ from dspark_hf import (
     Trace,
     candidate_generator,
     committing,
+    generation,
 )
 from dspark_hf._compat import CACHE_NAME
 from dspark_hf.candidate_generator import Draft, DSparkCandidateGenerator
+from dspark_hf.scheduling import ConstantSchedule, Plan, RowPlan
 from dspark_hf.vocabulary import DraftVocabularyMap
 
 PAD = 0
@@ -538,8 +540,13 @@ def passes_of(model: PreTrainedModel) -> Iterator[list[tuple[int, int]]]:
         handle.remove()
 
 
+def shape_of_pass(widths: list[int]) -> tuple[int, int]:
+    """Rows of different widths go through the model as one, without padding."""
+    return (len(widths), widths[0]) if len(set(widths)) == 1 else (1, sum(widths))
+
+
 class TestWork:
-    """A round computes the rows that are not finished, over the longest draft among them, and nothing else."""
+    """A round computes the rows that are not finished, each with its own draft, and nothing else."""
 
     def run(self, wrong_at: Sequence[int | None], ends: Sequence[int | None], **kwargs: Any):
         model, eos = kit.new_target(), ending(answers(3), *ends)
@@ -553,7 +560,7 @@ class TestWork:
 
     def assert_no_waste(self, trace: Trace, passes: list[tuple[int, int]], texts: list[list[int]]) -> None:
         assert passes[0] == (3, 40)
-        assert passes[1:] == [(len(r.rows), 1 + max(map(len, r.proposed))) for r in trace.rounds]
+        assert passes[1:] == [shape_of_pass([1 + len(ids) for ids in r.proposed]) for r in trace.rounds]
         num_said = [1] * len(texts)
         for r in trace.rounds:
             unfinished = [row for row, text in enumerate(texts) if num_said[row] < len(text)]
@@ -588,9 +595,98 @@ class TestWork:
         with drafter().trace() as trace, passes_of(model) as passes, knowing_rows(prompts(3), answers(3)):
             output = model.generate(**call, **ours(drafter()), assistant_confidence_threshold=0.5)
         assert output[:, 40:].tolist() == answers(3)
-        assert passes[1:] == [(len(r.rows), 1 + max(map(len, r.proposed))) for r in trace.rounds]
+        assert passes[1:] == [shape_of_pass([1 + len(ids) for ids in r.proposed]) for r in trace.rounds]
         assert len({width for _, width in passes[1:]}) > 1
         assert any(len(set(map(len, r.proposed))) > 1 for r in trace.rounds), "no round with drafts of two lengths"
+
+
+class TestPadded:
+    """Models that attend in ways of their own, and GPUs, get rows of different widths padded to the longest draft."""
+
+    @pytest.fixture(autouse=True)
+    def padded(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(generation, "takes_unpadded", lambda target: False)
+
+    @pytest.mark.parametrize("num_rows", [3, 8])
+    @pytest.mark.parametrize("settings", [{}, {"assistant_confidence_threshold": 0.5}], ids=str)
+    def test_drafts_of_different_lengths(self, num_rows: int, settings: dict[str, Any]):
+        with mixed_widths() as widths:
+            assert_lossless(target(), prompts(num_rows), alone=answers(num_rows), drafted=False, **settings)
+        assert any(len(set(of_rows)) > 1 for of_rows in widths)
+
+    def test_the_pass_is_as_wide_as_the_longest_draft(self):
+        model = kit.new_target()
+        call = {**batch(prompts(3)), "do_sample": False, "max_new_tokens": NUM_TOKENS}
+        with mixed_widths() as widths, passes_of(model) as passes:
+            model.generate(**call, **ours(drafter()))
+        assert passes[1:] == [(len(of_rows), max(of_rows)) for of_rows in widths]
+
+
+@contextmanager
+def mixed_widths() -> Iterator[list[list[int]]]:
+    """Inside, the rows of a batch may draft none, one, two, ... tokens, another number in each round.
+
+    Yields:
+        The widths of each pass.
+    """
+    seen: list[list[int]] = []
+    plan, verify = ConstantSchedule.plan, generation._Decoding.verify
+
+    def uneven(self: ConstantSchedule, rows: Sequence[Any]) -> Plan:
+        whole = plan(self, rows)
+        cut = [
+            min(of_row.num_tokens, (len(seen) + 2 * row.row) % (BLOCK + 1))
+            for row, of_row in zip(rows, whole.rows, strict=True)
+        ]
+        return Plan([RowPlan("drafter" if n else "none", n) for n in cut], "constant")
+
+    def note(self: Any, draft: Draft) -> Any:
+        seen.append([1 + length for length in draft.row_lengths])
+        return verify(self, draft)
+
+    with patch.object(ConstantSchedule, "plan", uneven), patch.object(generation._Decoding, "verify", note):
+        yield seen
+
+
+class TestUneven:
+    """Rows that draft, each in its own rounds, beside rows that do not: the drafter runs for the former only."""
+
+    @pytest.mark.parametrize("family", kit.FAMILIES)
+    def test_families(self, family: str):
+        model = kit.target(family)
+        with mixed_widths() as widths:
+            assert_lossless(model, prompts(3), drafted=False)
+        assert any(1 in of_rows and max(of_rows) > 1 for of_rows in widths)
+
+    @pytest.mark.parametrize("ends", ENDS, ids=str)
+    def test_rows_that_end_at_different_times(self, ends: tuple[int | None, ...]):
+        eos = ending(answers(3), *ends)
+        settings = {"eos_token_id": eos, "pad_token_id": PAD, "alone": [until(a, eos) for a in answers(3)]}
+        with mixed_widths():
+            assert_lossless(target(), prompts(3), drafted=False, **settings)
+
+    def test_a_row_drafts_what_it_drafts_alone(self):
+        """However long its states have waited, and whatever happens to the rows beside it."""
+        model, assistant = target(), drafter()
+        call = {"do_sample": False, "max_new_tokens": NUM_TOKENS}
+        with mixed_widths(), assistant.trace() as trace:
+            model.generate(**batch(prompts(3)), **call, **ours(assistant))
+        for row, prompt in enumerate(prompts(3)):
+            with assistant.trace() as alone:
+                model.generate(torch.tensor([prompt]), **call, **ours(assistant), num_assistant_tokens=BLOCK)
+            # What was drafted at a place of the text, by the number of tokens before it.
+            by_place, place = {}, 1
+            for r in alone.rounds:
+                by_place[place], place = r.proposed, place + r.num_new_tokens
+            place, num_compared = 1, 0
+            for proposed, new in zip(
+                per_row(trace, "proposed", row), per_row(trace, "num_new_tokens", row), strict=True
+            ):
+                if proposed and place in by_place:
+                    assert by_place[place][: len(proposed)] == proposed[: len(by_place[place])]
+                    num_compared += 1
+                place += new
+            assert num_compared > 1
 
 
 class TestAtOnce:

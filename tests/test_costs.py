@@ -11,13 +11,14 @@ FLOAT32 = {1: 57.0, 2: 94.0, 3: 116.0, 4: 84.0, 5: 76.0, 6: 80.0, 7: 100.0, 8: 8
 
 
 def measure(costs: RoundCosts, width: int, seconds: float, times: int = 1, rows: int = 1) -> None:
-    """Passes without the drafter."""
+    """Passes without the drafter, over `width` tokens of each row."""
     for _ in range(times):
-        costs.observe(rows, width, 0, 0, seconds, None)
+        costs.observe(rows, rows * (width - 1), 0, 0, seconds, None)
 
 
 def curve(costs: RoundCosts, max_width: int = 8, rows: int = 1) -> list[float]:
-    return costs.pass_seconds(rows, max_width)[1:]
+    """Of each width up to `max_width`."""
+    return costs.pass_seconds(rows, rows * (max_width - 1))[::rows]
 
 
 class TestPasses:
@@ -64,9 +65,9 @@ class TestPasses:
         measure(costs, 1, 50, times=3)
         measure(costs, 4, 60)
         assert costs.num_plain(1) == 3
-        assert [costs.is_measured(1, width) for width in (1, 2, 4)] == [True, False, False]
+        assert [costs.is_measured(1, size) for size in (0, 1, 3)] == [True, False, False]
         measure(costs, 4, 60)
-        assert costs.is_measured(1, 4)
+        assert costs.is_measured(1, 3)
 
 
 class TestNoise:
@@ -173,28 +174,44 @@ class TestDrift:
 
 
 class TestRows:
-    def test_a_near_number_of_rows_lends_its_curve(self):
+    def lender(self) -> RoundCosts:
         costs = RoundCosts(CostTable())
-        measure(costs, 1, 80, times=4, rows=8)
-        measure(costs, 4, 120, times=4, rows=8)
+        for size, seconds in ((0, 80), (24, 120)):
+            for _ in range(4):
+                costs.observe(8, size, 0, 0, seconds, None)
+        return costs
+
+    def test_a_near_number_of_rows_lends_its_curve(self):
+        costs = self.lender()
         assert costs.num_plain(7) == costs.num_plain(4) == 4
         assert costs.num_plain(3) == 0
-        assert curve(costs, 4, rows=7) == curve(costs, 4, rows=8)
+        assert costs.pass_seconds(7, 40) == costs.pass_seconds(8, 40)
 
     def test_it_is_scaled_to_what_was_measured(self):
-        costs = RoundCosts(CostTable())
-        measure(costs, 1, 80, times=4, rows=8)
-        measure(costs, 4, 120, times=4, rows=8)
-        measure(costs, 4, 90, times=4, rows=6)
-        assert curve(costs, 4, rows=6)[::3] == pytest.approx([60, 90])
+        costs = self.lender()
+        costs.observe(6, 24, 0, 0, 90, None)
+        assert costs.pass_seconds(6, 24)[::24] == pytest.approx([60, 90])
 
     def test_what_was_measured_for_these_rows_goes_before(self):
+        costs = self.lender()
+        for _ in range(4):
+            costs.observe(6, 0, 0, 0, 70, None)
+            costs.observe(6, 24, 0, 0, 140, None)
+        assert costs.pass_seconds(6, 24)[::24] == pytest.approx([70, 140])
+
+    def test_sizes_of_a_batch_that_are_nearly_the_same_have_one_price(self):
+        costs = self.lender()
+        for size in (39, 40, 41, 43):
+            costs.observe(8, size, 0, 0, 140, None)
+        assert costs.is_measured(8, 42)
+        assert not costs.is_measured(8, 48)
+        assert costs.pass_seconds(8, 40)[24:41:8] == pytest.approx([120, 130, 140], rel=0.02)
+
+    def test_luck_with_one_size_of_a_batch_hardly_counts(self):
         costs = RoundCosts(CostTable())
-        measure(costs, 1, 80, times=4, rows=8)
-        measure(costs, 4, 120, times=4, rows=8)
-        measure(costs, 1, 70, times=4, rows=6)
-        measure(costs, 4, 140, times=4, rows=6)
-        assert curve(costs, 4, rows=6)[::3] == pytest.approx([70, 140])
+        for size, seconds in ((0, 50), (8, 58), (16, 55), (24, 74), (32, 82)):
+            costs.observe(8, size, 0, 0, seconds, None)
+        assert costs.pass_seconds(8, 32)[16] == pytest.approx(64.5, rel=0.05)
 
 
 class TestDrafts:
@@ -207,7 +224,7 @@ class TestDrafts:
         costs, rng = RoundCosts(CostTable()), random.Random(0)
         for _ in range(100):
             n = rng.randint(1, 7)
-            costs.observe(1, 1 + n, 1, n, 40 + 3.4 + 0.4 * n, 3.4 + 0.4 * n)
+            costs.observe(1, n, 1, n, 40 + 3.4 + 0.4 * n, 3.4 + 0.4 * n)
         assert costs.draft_seconds(1) == pytest.approx((3.4, 0.4), rel=0.05)
         assert curve_of_pass(costs, 4) == pytest.approx(40)
 
@@ -215,7 +232,7 @@ class TestDrafts:
     def test_one_length_alone_gives_its_own_price_and_a_likely_slope(self, num_tokens):
         costs = RoundCosts(CostTable())
         for _ in range(20):
-            costs.observe(1, 1 + num_tokens, 1, num_tokens, 46, 6)
+            costs.observe(1, num_tokens, 1, num_tokens, 46, 6)
         base, slope = costs.draft_seconds(1)
         assert base + slope * num_tokens == pytest.approx(6)
         assert 0.2 < slope < 0.8 and base > 0
@@ -223,8 +240,8 @@ class TestDrafts:
     def test_an_outlier_hardly_moves_it(self):
         costs = RoundCosts(CostTable())
         for _ in range(20):
-            costs.observe(1, 5, 1, 4, 46, 6)
-        costs.observe(1, 5, 1, 4, 640, 600)
+            costs.observe(1, 4, 1, 4, 46, 6)
+        costs.observe(1, 4, 1, 4, 640, 600)
         base, slope = costs.draft_seconds(1)
         assert base + slope * 4 < 6.5
 
@@ -232,13 +249,13 @@ class TestDrafts:
         costs = RoundCosts(CostTable())
         for rows, seconds in ((1, 5), (8, 16)):
             for _ in range(5):
-                costs.observe(rows, 5, rows, 4, 100, seconds)
-        assert costs.draft_seconds(2) == costs.draft_seconds(1)
-        assert costs.draft_seconds(7) == costs.draft_seconds(8)
+                costs.observe(rows, 4 * rows, rows, 4, 100, seconds)
+        assert costs.draft_seconds(2) == pytest.approx([1.5 * part for part in costs.draft_seconds(1)])
+        assert costs.draft_seconds(7) == pytest.approx([0.9375 * part for part in costs.draft_seconds(8)])
 
 
 def curve_of_pass(costs: RoundCosts, width: int) -> float:
-    return costs.pass_seconds(1, width)[width]
+    return costs.pass_seconds(1, width - 1)[-1]
 
 
 class TestUnknownParts:
@@ -248,7 +265,7 @@ class TestUnknownParts:
         costs = RoundCosts(CostTable())
         measure(costs, 1, 12, times=4)
         for _ in range(10):
-            costs.observe(1, 8, 1, 7, 12 + 4, None)
+            costs.observe(1, 7, 1, 7, 12 + 4, None)
         base, slope = costs.draft_seconds(1)
         assert curve_of_pass(costs, 8) + base + slope * 7 == pytest.approx(16, rel=0.01)
 
@@ -256,7 +273,7 @@ class TestUnknownParts:
         costs = RoundCosts(CostTable())
         measure(costs, 1, 12, times=4)
         for _ in range(60):
-            costs.observe(1, 8, 1, 7, 12 + 4, None)
+            costs.observe(1, 7, 1, 7, 12 + 4, None)
             measure(costs, 8, 12)
         base, slope = costs.draft_seconds(1)
         assert curve_of_pass(costs, 8) == pytest.approx(12, rel=0.02)
@@ -283,8 +300,8 @@ class TestSharing:
                 for _ in range(num_rounds):
                     rows, width = rng.randint(1, 8), rng.randint(1, 8)
                     measure(costs, 1, 50, rows=rows)
-                    costs.observe(rows, width, rows, width - 1, 60, 5)
-                    costs.pass_seconds(rows, 16)
+                    costs.observe(rows, rows * (width - 1), rows, width - 1, 60, 5)
+                    costs.pass_seconds(rows, 16 * rows)
                     table.count_acceptance("lookup", [(0, True)])
             except Exception as failure:
                 failures.append(failure)

@@ -234,9 +234,9 @@ class TestLookups:
     def warm(self) -> AutoSchedule:
         """The price of every width is known, and one token of each draft stands."""
         schedule = AutoSchedule(settings(), CostTable())
-        for width in range(1, 18):
+        for size in range(17):
             for _ in range(4):
-                schedule._costs.observe(1, width, 0, 0, 50 + width / 2, None)
+                schedule._costs.observe(1, size, 0, 0, 50 + size / 2, None)
         for _ in range(10):
             schedule._drafts.observe([(0, 7, 1)])
         return schedule
@@ -267,12 +267,69 @@ class TestLookups:
 
 
 class TestBatches:
-    def test_rows_fill_the_width_that_the_longest_draft_pays_for(self):
-        schedule = AutoSchedule(settings(), CostTable())
-        states = [row(0), row(1), row(2, room=1), row(3, can_draft=False)]
+    @pytest.mark.parametrize("pads_rows", [False, True])
+    def test_each_row_drafts_what_it_can(self, pads_rows):
+        schedule = AutoSchedule(settings(), CostTable(), pads_rows)
+        states = [row(0), row(1), row(2, room=99), row(3, can_draft=False)]
         *_, last = play(schedule, accepted=[7, 1, 7, 0], times=12, states=states)
         assert last.rows[0].num_tokens > 1
-        assert last.rows == [last.rows[0], last.rows[0], drafter(1), NONE]
+        assert last.rows[2].source == "drafter" and last.rows[3] == NONE
+
+    def test_a_padded_pass_costs_what_its_longest_draft_costs_so_the_others_fill_it(self):
+        schedule = AutoSchedule(settings(), CostTable(), pads_rows=True)
+        *_, last = play(schedule, accepted=[7, 1], times=12, states=[row(0), row(1)])
+        assert last.rows[0].num_tokens == last.rows[1].num_tokens > 1
+
+    def test_without_padding_tokens_go_where_they_are_accepted(self):
+        schedule = AutoSchedule(settings(), CostTable())
+        for _ in range(30):
+            plan = schedule.plan([row(0), row(1)])
+            proposed = [planned.num_tokens for planned in plan.rows]
+            outcomes = [
+                RowOutcome(number, planned.source, n, (n, 0)[number])
+                for number, (planned, n) in enumerate(zip(plan.rows, proposed, strict=True))
+            ]
+            drafts = any(planned.source == "drafter" for planned in plan.rows)
+            schedule.observe(plan, outcomes, 50 + 6 * sum(proposed) + 2 * drafts, 2.0 * drafts)
+        assert plan.rows[0].num_tokens > 2
+        assert plan.rows[1].num_tokens == 0
+
+    def values(self, table: CostTable, rooms: list[int], accepted: list[int], per_token: float = 1) -> list[float]:
+        """After some rounds in which the rows accepted so many tokens each."""
+        schedule, drafts = AutoSchedule(settings(), table), [drafter(7)] * len(rooms)
+        for size in (*range(9), 14):
+            for _ in range(8):
+                schedule._costs.observe(2, size, 0, 0, 50 + per_token * size, None)
+        schedule._values = [1.0] * len(rooms)
+        for _ in range(20):
+            outcomes = [RowOutcome(number, "drafter", 7, n) for number, n in enumerate(accepted)]
+            schedule.observe(Plan(drafts, "best"), outcomes, 55 + 14 * per_token, 5)
+        return schedule._values_of([row(number, room) for number, room in enumerate(rooms)])
+
+    def long_texts(self) -> CostTable:
+        table = CostTable()
+        table.count_ends(0, 100_000)
+        return table
+
+    def test_rows_that_are_even_are_worth_the_same(self):
+        assert self.values(self.long_texts(), [100, 100], [1, 1]) == pytest.approx([1, 1])
+
+    def test_a_row_that_will_be_last_goes_first_where_texts_fill_their_room(self):
+        behind, ahead = self.values(self.long_texts(), [100, 40], [1, 1])
+        assert behind > 1.7
+        assert behind + ahead == pytest.approx(2)
+
+    def test_a_row_that_drafts_well_is_last_without_its_drafts(self):
+        assert self.values(self.long_texts(), [100, 60], [3, 3]) == pytest.approx([1, 1])
+        assert self.values(self.long_texts(), [100, 60], [0, 3])[0] > 1.7
+
+    def test_nobody_knows_which_row_is_last_where_texts_end_before_their_room_does(self):
+        table = CostTable()
+        table.count_ends(500, 10_000)
+        assert self.values(table, [1000, 900], [1, 1]) == pytest.approx([1, 1], abs=0.05)
+
+    def test_a_row_that_ends_early_saves_as_much_as_one_that_ends_late_where_every_token_costs_the_same(self):
+        assert self.values(self.long_texts(), [100, 40], [1, 1], per_token=25) == pytest.approx([1, 1], abs=0.2)
 
     def test_each_row_takes_its_better_source(self):
         schedule = AutoSchedule(settings(), CostTable())
@@ -384,7 +441,7 @@ class TestMismatch:
     def test_a_fitting_drafter_is_not_named(self, profile):
         table = CostTable()
         for seed in range(4):
-            schedule = auto(table)
+            schedule = auto("gpu", table)
             simulate(schedule, machine("gpu", seed), texts("gpu", profile, 400, seed), 0)
             assert schedule.mismatch() is None
 
@@ -401,7 +458,7 @@ class TestInSimulatedTime:
     def test_a_drafter_that_pays_is_used_nearly_as_well_as_in_hindsight(self, name, profile):
         first, later = self.regrets(name, profile)
         assert first < 0.10
-        assert later < 0.05
+        assert later < 0.06
 
     @pytest.mark.parametrize("name", CURVES)
     def test_where_there_is_little_to_gain_little_is_lost(self, name):
@@ -418,7 +475,7 @@ class TestInSimulatedTime:
             table = CostTable()
             for call in range(3):
                 rows = texts(name, profile, 256, 10 * seed + call)
-                run = simulate(auto(table), machine(name, 10 * seed + call), rows, 0)
+                run = simulate(auto(name, table), machine(name, 10 * seed + call), rows, 0)
                 (later if call else first).append(run.seconds / plain_seconds(name, rows) - 1)
         assert mean(first) < 0.04
         assert mean(later) < 0.025
@@ -426,7 +483,7 @@ class TestInSimulatedTime:
 
     @pytest.mark.parametrize("name", CURVES)
     def test_a_drafter_that_turns_good_is_used_again(self, name):
-        run = simulate(auto(), machine(name), texts(name, "turns good", 500, 0), 0)
+        run = simulate(auto(name), machine(name), texts(name, "turns good", 500, 0), 0)
         turned = next(i for i, num_new in enumerate(run.num_new) if num_new >= 200 * num_rows(name))
         used = run.used_drafter()[turned:]
         assert next(i for i in range(len(used)) if all(used[i : i + 5])) <= AutoSchedule.MAX_PAUSE + 30
@@ -434,7 +491,7 @@ class TestInSimulatedTime:
     @pytest.mark.parametrize("name", CURVES)
     def test_a_drafter_that_turns_bad_is_set_aside(self, name):
         rows = texts(name, "turns bad", 400, 0)
-        run = simulate(auto(), machine(name), rows, 0)
+        run = simulate(auto(name), machine(name), rows, 0)
         assert run.seconds < plain_seconds(name, rows)
         assert sum(plan.reason == "aside" for plan in run.plans[-100:]) > 75
 
@@ -442,12 +499,14 @@ class TestInSimulatedTime:
     @pytest.mark.parametrize("name", ["bf16", "float32", "gpu"])
     def test_a_context_that_triples_the_price_of_a_pass(self, name, profile):
         rows = texts(name, profile, 2000, 0)
-        run = simulate(auto(), machine(name, growth=0.001), rows, 0)
+        run = simulate(auto(name), machine(name, growth=0.001), rows, 0)
         assert run.seconds < 1.04 * best_fixed(name, rows, growth=0.001)[0]
 
     def test_first_passes_that_pay_for_warm_up(self):
         rows = texts("bf16", "good", 256, 0)
-        assert simulate(auto(), machine("bf16", warm_up=10), rows, 0).seconds < 1.12 * best_fixed("bf16", rows)[0]
+        assert (
+            simulate(auto("bf16"), machine("bf16", warm_up=10), rows, 0).seconds < 1.12 * best_fixed("bf16", rows)[0]
+        )
 
     @pytest.mark.parametrize("profile", ["demo", "random"])
     @pytest.mark.parametrize("kind", TEXTS)
@@ -461,7 +520,7 @@ class TestInSimulatedTime:
             table = CostTable()
             for call in range(2):
                 rows = [TEXTS[kind](PROFILES[profile], 160, 100 * seed + 17 * call + i) for i in range(num_rows(name))]
-                run = simulate(auto(table, 16), machine(name, 10 * seed + call), rows)
+                run = simulate(auto(name, table, 16), machine(name, 10 * seed + call), rows)
                 better = min(best_fixed(name, rows)[0], best_lookup(name, rows))
                 (later if call else first).append(run.seconds / better - 1)
         assert mean(first) < 0.20
@@ -474,6 +533,6 @@ class TestInSimulatedTime:
             table = CostTable()
             for call in range(3):
                 rows = texts(name, profile, 128, 10 * seed + call)
-                run = simulate(auto(table), machine(name, 10 * seed + call), rows, 0)
+                run = simulate(auto(name, table), machine(name, 10 * seed + call), rows, 0)
                 (later if call else first).append(run.seconds / best_fixed(name, rows)[0] - 1)
         return mean(first), mean(later)

@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dspark_hf import UnsupportedGenerationError, target_attention
 from dspark_hf._compat import CACHE_NAME
-from dspark_hf.target_attention import attending, invariant_width
+from dspark_hf.target_attention import Unpadded, attending, invariant_width, takes_unpadded
 
 MODES = ["packed", "invariant"]
 HALF_AND_FLOAT = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -211,6 +211,72 @@ class TestInvariantWidth:
         for width in range(1, 10):
             padded = invariant_width(width, batch_size, torch.float32)
             assert padded % multiple == 0 and 0 <= padded - width < multiple
+
+
+def positions_of(widths):
+    """Row and column of each token of an unpadded pass."""
+    return [(row, k) for row, width in enumerate(widths) for k in range(width)]
+
+
+class TestUnpadded:
+    """The tokens of rows of different widths as one row, which part in attention only."""
+
+    WIDTHS = ([3, 1, 2], [17, 1, 1, 1, 2, 1], [1, 9], [4, 4, 1, 1, 1, 1, 1, 12], [5, 5])
+
+    @pytest.mark.parametrize("widths", WIDTHS, ids=str)
+    def test_states_go_there_and_back(self, widths):
+        unpadded = Unpadded.of(widths, torch.device("cpu"))
+        flat = torch.arange(1.0, 1 + 2 * sum(widths)).view(1, -1, 2)
+        rows = unpadded.padded(flat)
+        assert rows.shape == (len(widths), max(widths), 2)
+        for token, (row, k) in enumerate(positions_of(widths)):
+            assert rows[row, k].tolist() == flat[0, token].tolist()
+        assert rows.count_nonzero() == flat.numel()
+        assert torch.equal(unpadded.flat(rows), flat)
+
+    @pytest.mark.parametrize("kind", ["by_row", "added", "by_head"])
+    @pytest.mark.parametrize("heads", [(4, 2), (4, 4)], ids=["grouped", "ungrouped"])
+    @pytest.mark.parametrize("widths", WIDTHS, ids=str)
+    def test_every_token_attends_as_in_a_padded_pass(self, widths, heads, kind):
+        num_rows, width = len(widths), max(widths)
+        query, key, value = states(num_rows, *heads, width, 19 + width)
+        mask = masks(num_rows, heads[0], width, 19 + width)[kind]
+        layer, unpadded = attention_layer(heads[0] // heads[1]), Unpadded.of(widths, query.device)
+        expected = stock(layer, query, key, value, mask, scaling=0.3)
+        flat = unpadded.flat(query.transpose(1, 2)).transpose(1, 2)
+        with attending("packed", unpadded):
+            output, weights = ALL_ATTENTION_FUNCTIONS["sdpa"](layer, flat, key, value, mask, scaling=0.3)
+        assert weights is None
+        assert output.shape == (1, sum(widths), heads[0], 16)
+        for token, (row, k) in enumerate(positions_of(widths)):
+            torch.testing.assert_close(output[0, token], expected[row, k])
+
+    def test_one_wide_row_does_not_widen_the_others(self):
+        widths = [17, *[1] * 7]
+        query, key, value = states(8, 4, 2, 17, 40)
+        unpadded = Unpadded.of(widths, query.device)
+        flat = unpadded.flat(query.transpose(1, 2)).transpose(1, 2)
+        with (
+            attending("packed", unpadded),
+            patch.object(target_attention, "scaled_dot_product_attention", wraps=torch.empty) as kernel,
+        ):
+            kernel.side_effect = lambda query, key, value, **_: query
+            mask = masks(8, 4, 17, 40)["by_row"]
+            ALL_ATTENTION_FUNCTIONS["sdpa"](attention_layer(2), flat, key, value, mask)
+        # Two query heads for each of key and value.
+        assert [call.args[0].shape[:3] for call in kernel.call_args_list] == [(8, 2, 2), (1, 2, 32)]
+
+    def test_not_where_something_looks_beyond_its_token_elsewhere(self, monkeypatch):
+        assert takes_unpadded(kit.target())
+        assert not takes_unpadded(kit.target(attn_implementation="eager"))
+        model = kit.new_target()
+        model._supports_attention_backend = False
+        assert not takes_unpadded(model)
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", stock)
+        assert not takes_unpadded(kit.target())
+        unpadded = Unpadded.of([2, 1], torch.device("cpu"))
+        with pytest.raises(UnsupportedGenerationError, match="rows of a batch"), attending("packed", unpadded):
+            pass
 
 
 class TestHandedOn:

@@ -1,5 +1,6 @@
 """Buffers of the target's keys and values: what they cost, what they keep for rows that have left, what comes back."""
 
+import math
 from typing import Any
 
 import kit
@@ -86,7 +87,7 @@ def test_the_prices_are_those_of_the_real_passes(monkeypatch):
     real = RoundCosts.observe
 
     def observe(self: RoundCosts, **kwargs: Any) -> None:
-        learned.append((kwargs["num_rows"], kwargs["width"]))
+        learned.append((kwargs["num_rows"], kwargs["size"]))
         real(self, **kwargs)
 
     monkeypatch.setattr(RoundCosts, "observe", observe)
@@ -100,5 +101,5 @@ def test_the_prices_are_those_of_the_real_passes(monkeypatch):
         seen.clear()
         learned.clear()
         model.generate(**call, max_new_tokens=30, do_sample=False, assistant_model=assistant)
-        assert learned == [tuple(shape) for shape in seen[1:]]
-        assert max(width for _, width in learned) > 1
+        assert [num_rows + size for num_rows, size in learned] == [math.prod(shape) for shape in seen[1:]]
+        assert max(size for _, size in learned) > 0
