@@ -1,7 +1,7 @@
 """The drafting half of a round, and the state that it needs for one call of `generate`."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -532,13 +532,16 @@ class _WaitingContext:
         if not any(counts[slot] for _, counts in self._parts for slot in slots):
             return None, [0] * len(slots)
         taken = self._joined(self._parts, slots)
-        left = [
+        self._hold(
             (features, [0 if slot in slots else count for slot, count in enumerate(counts)])
             for features, counts in self._parts
-        ]
-        self._parts = [(features, counts) for features, counts in left if any(counts)]
-        self._num_waiting = sum(max(counts) for _, counts in self._parts)
+        )
         return taken
+
+    def _hold(self, parts: Iterable[tuple[torch.Tensor, list[int]]]) -> None:
+        """Goes on with these parts, each as long as its longest row: others may have been longer."""
+        self._parts = [(features[:, : max(counts)], counts) for features, counts in parts if any(counts)]
+        self._num_waiting = sum(max(counts) for _, counts in self._parts)
 
     @staticmethod
     def _joined(parts: list[tuple[torch.Tensor, list[int]]], slots: list[int]) -> tuple[torch.Tensor, list[int]]:
@@ -547,10 +550,10 @@ class _WaitingContext:
 
     def select(self, slots: list[int]) -> None:
         self.offsets = [self.offsets[slot] for slot in slots]
-        self._parts = [
+        self._hold(
             (features[torch.tensor(slots, device=features.device)], [counts[slot] for slot in slots])
             for features, counts in self._parts
-        ]
+        )
 
 
 class _DraftVocabulary:

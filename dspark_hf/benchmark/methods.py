@@ -67,13 +67,13 @@ def _assistant(call: Call) -> dict[str, Any]:
     return {"assistant_model": call.assistant}
 
 
-def _dspark(call: Call, schedule: str | None = None) -> dict[str, Any]:
+def _dspark(call: Call, schedule: str | None = None, draft_invariant: bool | None = None) -> dict[str, Any]:
     settings: dict[str, Any] = {"num_assistant_tokens": call.num_assistant_tokens}
-    settings["num_assistant_tokens_schedule"] = schedule
+    settings |= {"num_assistant_tokens_schedule": schedule, "draft_invariant": draft_invariant}
+    given = {name: value for name, value in settings.items() if value is not None}
     if call.proposals is None:
-        given = {name: value for name, value in settings.items() if value is not None}
         return {"assistant_model": call.drafter, **given}
-    decoding = SimulatedDecoding(call.drafter, proposals=call.proposals, streamer=call.streamer, **settings)
+    decoding = SimulatedDecoding(call.drafter, proposals=call.proposals, streamer=call.streamer, **given)
     return {"custom_generate": decoding}
 
 
@@ -150,4 +150,5 @@ METHODS: dict[str, Method] = {
     "transformers-loop": Method(_transformers_loop, drafts=True, takes_batches=False),
     "dspark": Method(_dspark, drafts=True, is_traced=True),
     "dspark-constant": Method(partial(_dspark, schedule="constant"), drafts=True, is_traced=True),
+    "dspark-invariant": Method(partial(_dspark, draft_invariant=True), drafts=True, is_traced=True),
 }
