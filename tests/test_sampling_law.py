@@ -345,7 +345,7 @@ class TestLoop:
 class Turns(Schedule):
     """The context and the drafter take turns, so that a one-hot draft follows a drawn one and the other way round."""
 
-    def __init__(self, settings: DraftLength, table: CostTable):
+    def __init__(self, settings: DraftLength, table: CostTable, pads_rows: bool = False):
         self.num_rounds = 0
 
     def plan(self, rows: Sequence[RowState]) -> Plan:
