@@ -6,7 +6,10 @@ Importing this package registers the drafter with the Auto classes and makes `ge
 from transformers import AutoConfig, AutoModel
 
 from . import dispatch
+from ._version import __version__ as __version__
 from .alignment import AlignmentReport, check_alignment
+from .calibrating import calibrate
+from .calibration import Calibration
 from .candidate_generator import DSparkCandidateGenerator
 from .configuration_dspark import DSparkConfig
 from .errors import (
@@ -19,15 +22,16 @@ from .errors import (
 )
 from .generation import SpeculativeDecoding
 from .modeling_dspark import DSparkDrafter
+from .monitoring import AcceptanceMonitor
 from .packed_weights import pack_weights, unpack_weights
 from .trace import Trace
 from .vocabulary import DraftVocabularyMap
 
-__version__ = "0.1.0"
-
 __all__ = [
+    "AcceptanceMonitor",
     "AlignmentError",
     "AlignmentReport",
+    "Calibration",
     "CheckpointFieldError",
     "DSparkCandidateGenerator",
     "DSparkConfig",
@@ -39,6 +43,7 @@ __all__ = [
     "Trace",
     "UnsupportedCheckpointError",
     "UnsupportedGenerationError",
+    "calibrate",
     "check_alignment",
     "dispatch",
     "pack_weights",

@@ -13,9 +13,10 @@ from transformers.generation import CandidateGenerator
 
 from .draft_cache import DraftCache
 from .modeling_dspark import DSparkDrafter
+from .policies import resolve_draft_length
 from .processors import by_row, memoryless
 from .sampling import draw, probabilities
-from .scheduling import DraftLength, resolve_draft_length
+from .scheduling import DraftLength, Gate
 from .target_attention import Unpadded
 from .target_taps import TargetTaps
 from .vocabulary import DraftVocabularyMap
@@ -213,13 +214,14 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._context.select(slots)
 
     @torch.no_grad()
-    def draft(self, prefixes: Sequence[torch.Tensor], limits: int | Sequence[int]) -> Draft:
+    def draft(self, prefixes: Sequence[torch.Tensor], limits: int | Sequence[int], gate: Gate | None = None) -> Draft:
         """Proposes tokens after the anchor of each row.
 
         Args:
             prefixes: for each row `[1, L]`, every committed token, the anchor last; the states of all but the last
                 one were committed.
             limits: most draft tokens, of each row or of all.
+            gate: ends drafts on the way.
         """
         prefixes = [prefix.view(1, -1) for prefix in prefixes]
         most = self.draft_length.num_assistant_tokens
@@ -233,11 +235,12 @@ class DSparkCandidateGenerator(CandidateGenerator):
             if max(lengths) < 1:
                 return nothing(newest)
         slots = [slot for slot, length in enumerate(lengths) if length > 0]
+        guard = _Guard(self.draft_length, gate, slots, len(lengths))
         if len(slots) == len(lengths):
-            return self._draft_rows(None, newest, anchors, prefixes, lengths)
+            return self._draft_rows(None, newest, anchors, prefixes, lengths, guard)
         at = torch.tensor(slots, device=anchors.device)
         of_rows = newest[at.to(newest.device)], anchors[at], [prefixes[slot] for slot in slots]
-        return self._draft_rows(slots, *of_rows, [lengths[slot] for slot in slots]).spread(slots, newest)
+        return self._draft_rows(slots, *of_rows, [lengths[slot] for slot in slots], guard).spread(slots, newest)
 
     def _draft_rows(
         self,
@@ -246,6 +249,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         anchors: torch.Tensor,
         prefixes: list[torch.Tensor],
         lengths: list[int],
+        guard: "_Guard",
     ) -> Draft:
         """The draft of some rows, or of all (`None`)."""
         hidden_states = self._run_backbone(slots, newest, anchors)
@@ -253,7 +257,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if self._device.type == "cpu" and not bool(torch.isfinite(hidden_states).all()):
             return nothing(newest, has_overflown=torch.tensor(True))
         rows = self.rows if slots is None else [self.rows[slot] for slot in slots]
-        return self._draw_chain(rows, hidden_states, anchors, prefixes, lengths, started)
+        return self._draw_chain(rows, hidden_states, anchors, prefixes, lengths, guard, started)
 
     def check_overflow(self, draft: Draft, has_overflown: bool | None = None) -> None:
         """Steps aside for the rest of the call, with a warning, where the numbers of a draft overflowed.
@@ -316,10 +320,11 @@ class DSparkCandidateGenerator(CandidateGenerator):
         anchors: torch.Tensor,
         prefixes: list[torch.Tensor],
         lengths: list[int],
+        guard: "_Guard",
         started: float,
     ) -> Draft:
-        """Tokens left to right, all rows at once. What decides whether position k of a row is drawn (its confidence)
-        is known before x_k is."""
+        """Tokens left to right, all rows at once. What decides whether position k of a row is drawn (its confidence,
+        or the entropy of its distribution) is known before x_k is."""
         drafter, first, device = self.drafter, self.drafter.config.first_draft_slot, prefixes[0].device
         base = drafter.base_logits(hidden_states[:, first : first + max(lengths)], self._lm_head).to(self._device)
         base = base[..., : self._vocabulary.num_rows]
@@ -333,13 +338,13 @@ class DSparkCandidateGenerator(CandidateGenerator):
         tokens: list[torch.Tensor] = []
         scores: list[Any] = []
         peaks = [hidden_states.abs().amax().float()]
-        confidences: list[list[float]] = [[] for _ in lengths]
         k = 0
         while k < max(lengths):
             hidden = hidden_states[:, first + k]
-            if self.draft_length.confidence_threshold > 0:
-                survivals = drafter.confidence(hidden[:, None], previous[:, None])[:, 0].tolist()
-                self._cut(lengths, confidences, survivals, k)
+            if guard.reads_confidence:
+                guard.read_confidence(
+                    k, lengths, drafter.confidence(hidden[:, None], previous[:, None], k)[:, 0].tolist()
+                )
                 if k >= max(lengths):
                     break
             logits = base[:, k]
@@ -354,6 +359,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
                     lengths[row] = lengths[row] if is_finite else min(lengths[row], k)
                 if k >= max(lengths):
                     break
+            if guard.reads_entropy:
+                guard.read_entropy(k, lengths, _entropy(self._vocabulary.mask(scored) if scored is logits else scored))
+                if k >= max(lengths):
+                    break
             token, previous = self._choose(scored)
             tokens.append(token.to(device))
             scores.append(scored)
@@ -363,27 +372,21 @@ class DSparkCandidateGenerator(CandidateGenerator):
         # -inf is the work of processors that forbid everything, and no overflow.
         height = torch.stack(peaks)
         has_overflown = ~(torch.isfinite(height) | torch.isneginf(height)).all()
-        if not tokens:
-            return nothing(anchors.to(device), confidences, has_overflown)
-        token_ids = torch.stack(tokens, dim=-1)
+        confidences = guard.confidences
+        lengths = guard.admitted(lengths)
+        if max(lengths) < 1:
+            return nothing(anchors.to(device), confidences, has_overflown, perf_counter() - started)
+        token_ids = torch.stack(tokens[: max(lengths)], dim=-1)
         if self._report_confidence and not any(confidences):
             confidences = self._all_confidences(hidden_states, anchors, token_ids, lengths)
         return Draft(
             token_ids.to(device),
-            torch.stack(scores, dim=1).to(device) if self.do_sample else None,
+            torch.stack(scores[: max(lengths)], dim=1).to(device) if self.do_sample else None,
             confidences if any(confidences) else None,
             lengths,
             has_overflown,
             perf_counter() - started,
         )
-
-    def _cut(self, lengths: list[int], confidences: list[list[float]], survivals: list[float], k: int) -> None:
-        """Ends at position k the drafts of those rows whose confidence there is too low."""
-        for row, survival in enumerate(survivals):
-            if lengths[row] > k:
-                confidences[row].append(survival)
-                if self.draft_length.ends_before(survival):
-                    lengths[row] = k
 
     def _score(
         self, logits: torch.Tensor, rows: list[int], prefixes: list[torch.Tensor]
@@ -441,12 +444,73 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
 
 def nothing(
-    newest: torch.Tensor, confidence: list[list[float]] | None = None, has_overflown: torch.Tensor | None = None
+    newest: torch.Tensor,
+    confidence: list[list[float]] | None = None,
+    has_overflown: torch.Tensor | None = None,
+    chain_seconds: float = 0.0,
 ) -> Draft:
     """A draft of no tokens for rows whose newest tokens are `[R]`."""
     if confidence is not None and not any(confidence):
         confidence = None
-    return Draft(newest.new_empty((len(newest), 0)), None, confidence, has_overflown=has_overflown)
+    ids = newest.new_empty((len(newest), 0))
+    return Draft(ids, None, confidence, has_overflown=has_overflown, chain_seconds=chain_seconds)
+
+
+def _entropy(scores: torch.Tensor) -> list[float]:
+    """Of the distributions of `[R, V]` scores, in nats."""
+    log_probs = scores.float().log_softmax(dim=-1)
+    return (log_probs.exp() * log_probs.nan_to_num(neginf=0.0)).sum(dim=-1).neg().tolist()
+
+
+class _Guard:
+    """Ends the drafts of the rows that draft, by the threshold of the settings and by the gate of the plan.
+
+    Attributes:
+        confidences: of each row, at every position that was looked at.
+    """
+
+    def __init__(self, draft_length: DraftLength, gate: Gate | None, slots: list[int], num_rows: int):
+        self._draft_length, self._gate, self._slots, self._num_rows = draft_length, gate, slots, num_rows
+        self.confidences: list[list[float]] = [[] for _ in slots]
+        asks_confidence = gate is not None and gate.signal == "confidence"
+        self.reads_confidence = draft_length.confidence_threshold > 0 or asks_confidence
+        self.reads_entropy = gate is not None and gate.signal == "entropy"
+
+    def read_confidence(self, position: int, lengths: list[int], confidences: list[float]) -> None:
+        """Cuts `lengths` to `position` where the draft ends before it."""
+        for row, confidence in enumerate(confidences):
+            if lengths[row] > position:
+                self.confidences[row].append(confidence)
+                if self._draft_length.ends_before(confidence):
+                    lengths[row] = position
+        if not self.reads_entropy:
+            self._ask_gate(position, lengths, confidences)
+
+    def read_entropy(self, position: int, lengths: list[int], entropies: list[float]) -> None:
+        """Cuts `lengths` to `position` where the draft ends before it."""
+        self._ask_gate(position, lengths, entropies)
+
+    def admitted(self, lengths: list[int]) -> list[int]:
+        """How many of the drawn tokens are verified."""
+        if self._gate is None:
+            return lengths
+        of_all = [0] * self._num_rows
+        for slot, length in zip(self._slots, lengths, strict=True):
+            of_all[slot] = length
+        admitted = self._gate.admitted(of_all)
+        return [min(admitted[slot], length) for slot, length in zip(self._slots, lengths, strict=True)]
+
+    def _ask_gate(self, position: int, lengths: list[int], signals: list[float]) -> None:
+        if self._gate is None:
+            return
+        of_all = [float("nan")] * self._num_rows
+        for slot, length, signal in zip(self._slots, lengths, signals, strict=True):
+            if length > position:
+                of_all[slot] = signal
+        is_open = self._gate.opens(position, of_all)
+        for row, slot in enumerate(self._slots):
+            if lengths[row] > position and not is_open[slot]:
+                lengths[row] = position
 
 
 class _WaitingContext:

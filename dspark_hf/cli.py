@@ -15,6 +15,7 @@ from transformers import HfArgumentParser
 from . import __version__
 from .alignment import check_alignment
 from .benchmark import BenchmarkSettings, run_benchmark
+from .calibration_run import CalibrationSettings, run_calibration
 from .comparison import PairSettings, load_pair
 from .demo import DemoSettings, run_demo
 from .errors import DSparkError
@@ -39,6 +40,11 @@ def _bench(settings: BenchmarkSettings) -> int:
     return 0
 
 
+def _calibrate(settings: CalibrationSettings) -> int:
+    run_calibration(settings)
+    return 0
+
+
 def _check(settings: CheckSettings) -> int:
     pair = load_pair(settings)
     print(check_alignment(pair.target, pair.drafter, target_tokenizer=pair.tokenizer))
@@ -56,6 +62,7 @@ def _version(settings: VersionSettings) -> int:
 COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "demo": (DemoSettings, _demo),
     "bench": (BenchmarkSettings, _bench),
+    "calibrate": (CalibrationSettings, _calibrate),
     "check": (CheckSettings, _check),
     "version": (VersionSettings, _version),
 }

@@ -45,6 +45,7 @@ class CostTable:
     """Measurements of one (target, drafter) pair on one device, shared by its calls. Safe to use from threads."""
 
     def __init__(self) -> None:
+        self.is_fixed = False
         self._lock = Lock()
         self._num_rounds = 0
         self._passes: dict[int, dict[int, _Price]] = {}  # by rows, by size
@@ -52,8 +53,30 @@ class CostTable:
         self._accepted: dict[tuple[str, int], tuple[float, float]] = {}
         self._num_ends, self._num_tokens = 1.0, float(_USUAL_LENGTH)
 
+    @classmethod
+    def fixed(cls, passes: dict[int, dict[int, float]], drafts: dict[int, dict[int, float]]) -> "CostTable":
+        """Prices that stand still: nothing is learned into this table, so no decision by it depends on the clock.
+
+        Args:
+            passes: seconds of the target's pass, by rows and by size.
+            drafts: seconds of a draft, by rows and by draft tokens.
+        """
+        table = cls()
+        table.is_fixed = True
+        for num_rows, by_size in passes.items():
+            curve = table._passes.setdefault(num_rows, {})
+            for size, seconds in by_size.items():
+                curve[_class_of(size, num_rows)] = _Price(seconds, 0, True, count=_FIRM)
+        for num_rows, by_length in drafts.items():
+            line = table._drafts.setdefault(num_rows, _DraftLine())
+            for num_tokens, seconds in list(by_length.items()) * _SETTLED:
+                line.add(num_tokens, seconds)
+        return table
+
     def count_acceptance(self, source: str, outcomes: Iterable[tuple[int, bool]]) -> None:
         """Adds draft tokens to the record: their place, as the source counts it, and whether they were accepted."""
+        if self.is_fixed:
+            return
         with self._lock:
             for place, is_hit in outcomes:
                 hits, tries = self._accepted.get((source, place), (0.0, 0.0))
@@ -66,6 +89,8 @@ class CostTable:
 
     def count_ends(self, num_ends: int, num_tokens: int) -> None:
         """Adds to the record how many rows ended by themselves, and the tokens of all rows meanwhile."""
+        if self.is_fixed:
+            return
         with self._lock:
             fading = 0.9998**num_tokens
             self._num_ends = fading * self._num_ends + num_ends
@@ -155,6 +180,8 @@ class RoundCosts:
             seconds: wall time of the round.
             draft_seconds: the drafter's part of it; `None` where it is not known.
         """
+        if self._table.is_fixed:
+            return
         is_pure = draft_seconds is not None or num_draft_rows == 0
         if num_draft_rows == 0:
             draft_seconds = 0.0

@@ -25,9 +25,10 @@ from .committing import Committer
 from .costs import CostTable
 from .lookup import ContextLookup
 from .modeling_dspark import DSparkDrafter
+from .policies import new_schedule, resolve_draft_length
 from .requests import cannot_batch, cannot_crop, check_request
 from .sampling import one_hot_scores
-from .scheduling import DraftLength, Plan, RowOutcome, RowState, Schedule, new_schedule, resolve_draft_length
+from .scheduling import DraftLength, Plan, RowOutcome, RowState, Schedule
 from .sequences import Sequences
 from .target_attention import AttentionMode, Unpadded, attending, invariant_width, takes_unpadded
 from .target_inputs import TargetInputs, differ_by_row
@@ -51,8 +52,8 @@ class SpeculativeDecoding:
         drafter: the drafter.
         num_assistant_tokens: draft tokens of a round at most; `None`: `drafter.generation_config`, else the most.
         assistant_confidence_threshold: confidence that ends a draft; `None`: `drafter.generation_config`, else off.
-        num_assistant_tokens_schedule: `"auto"` (measures and chooses, and decodes plainly where that is faster) or
-            `"constant"`; `None`: `drafter.generation_config`, else `"auto"`.
+        num_assistant_tokens_schedule: the name of a schedule (`policies` lists them), or a subclass of `Schedule`;
+            `None`: `drafter.generation_config`, else `"auto"`.
         prompt_lookup_num_tokens: tokens that may be copied from the context in place of a draft; 0: none; `None`: the
             schedule's own default.
         draft_invariant: make the text independent of the drafter, of the schedule and of the length of drafts, bit for
@@ -74,7 +75,7 @@ class SpeculativeDecoding:
         *,
         num_assistant_tokens: int | None = None,
         assistant_confidence_threshold: float | None = None,
-        num_assistant_tokens_schedule: str | None = None,
+        num_assistant_tokens_schedule: str | type[Schedule] | None = None,
         prompt_lookup_num_tokens: int | None = None,
         draft_invariant: bool = False,
         streamer: BaseStreamer | None = None,
@@ -274,7 +275,7 @@ class _Decoding:
         prefixes = [self.sequences.prefix(row) for row in self.committer.active]
         limits = [row.num_tokens if row.source == "drafter" else 0 for row in plan.rows]
         if any(limits):
-            draft = self.generator.draft(prefixes, limits)
+            draft = self.generator.draft(prefixes, limits, plan.gate)
         else:
             draft = nothing(torch.cat([prefix[:, -1] for prefix in prefixes]))
         copied = {
@@ -386,7 +387,18 @@ class _Decoding:
 
 
 def _cost_table(model: TargetModel, drafter: DSparkDrafter) -> CostTable:
-    """What rounds of this pair cost where it stands now; measured by all its calls."""
+    """What rounds of this pair cost where it stands now; measured by all its calls, or given with the drafter."""
+    if drafter.cost_model is not None:
+        differences = drafter.cost_model.differences(model, drafter)
+        if not differences:
+            return drafter.cost_model.table()
+        found = "; ".join(f"{name}: {there} there, {here} here" for name, (there, here) in differences.items())
+        warnings.warn(
+            f"`drafter.cost_model` was measured elsewhere ({found}), so this call learns its own prices. Measure anew "
+            "with `profile_costs`.",
+            UserWarning,
+            stacklevel=2,
+        )
     by_place = _cost_tables.setdefault(drafter, weakref.WeakKeyDictionary()).setdefault(model, {})
     place = (model.device, model.dtype, drafter.device, drafter.dtype, torch.get_num_threads())
     return by_place.setdefault(place, CostTable())

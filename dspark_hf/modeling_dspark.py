@@ -26,6 +26,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
+from .calibration import CALIBRATION_NAME, Calibration
 from .checkpoints import read_checkpoint, read_config
 from .configuration_dspark import DSparkConfig
 from .draft_cache import DraftCache
@@ -407,6 +408,8 @@ class DSparkDrafter(PreTrainedModel):
     It is handed to the target: `target.generate(..., assistant_model=drafter)`. `generation_config` holds its
     settings, named as in transformers: `num_assistant_tokens` (default: all that a block gives),
     `assistant_confidence_threshold` (default: off) and `num_assistant_tokens_schedule` (default: `"auto"`).
+    `calibration` holds the temperatures of its confidences, where `dspark_calibration.json` lies beside it;
+    `cost_model`, a [`~dspark_hf.cost_model.CostModel`], prices that schedules shall go by instead of the clock.
     """
 
     config: DSparkConfig
@@ -424,6 +427,8 @@ class DSparkDrafter(PreTrainedModel):
     def __init__(self, config: DSparkConfig):
         super().__init__(config)
         self.generation_config = GenerationConfig()
+        self.calibration: Calibration | None = None
+        self.cost_model: Any = None
         gemma = config.backbone == "gemma4"
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.own_embed_tokens else None
         self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
@@ -469,6 +474,7 @@ class DSparkDrafter(PreTrainedModel):
         loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
         drafter = loaded[0] if isinstance(loaded, tuple) else loaded
         drafter.generation_config = _read_generation_config(pretrained_model_name_or_path, location)
+        drafter.calibration = _read_calibration(pretrained_model_name_or_path, location, drafter.config)
         return loaded
 
     def save_pretrained(  # type: ignore[override]
@@ -479,7 +485,8 @@ class DSparkDrafter(PreTrainedModel):
         push_to_hub: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Writes our format: `config.json`, `generation_config.json` and safetensors.
+        """Writes our format: `config.json`, `generation_config.json`, safetensors, and the calibration if there is
+        one.
 
         Takes the arguments of [`~transformers.PreTrainedModel.save_pretrained`].
         """
@@ -488,6 +495,8 @@ class DSparkDrafter(PreTrainedModel):
             return
         # Before any push, which `super` would do without this file.
         self.generation_config.save_pretrained(save_directory)
+        if self.calibration is not None:
+            self.calibration.save(save_directory)
         if push_to_hub:
             options = {name: kwargs[name] for name in _PUSH_ARGUMENTS if name in kwargs}
             repo_id = options.pop("repo_id", os.path.basename(os.path.normpath(save_directory)))
@@ -582,14 +591,22 @@ class DSparkDrafter(PreTrainedModel):
         cap = self.config.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def confidence(self, hidden_states: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor:
-        """c_k: `[B, n, H]` states and the `[B, n]` tokens before each position to `[B, n]` probabilities, float32."""
+    def confidence(self, hidden_states: torch.Tensor, previous_ids: torch.Tensor, position: int = 0) -> torch.Tensor:
+        """c_k: `[B, n, H]` states and the `[B, n]` tokens before each position to `[B, n]` probabilities, float32.
+
+        Args:
+            position: the draft position of the first one, from 0: each has its temperature, once calibrated.
+        """
         assert self.confidence_head is not None
         latent = None
         if self.confidence_head.with_markov:
             assert self.markov_head is not None
             latent = self.markov_head.markov_w1(previous_ids)
-        return self.confidence_head(hidden_states, latent).sigmoid()
+        logits = self.confidence_head(hidden_states, latent)
+        if self.calibration is not None:
+            temperatures = self.calibration.temperatures[position : position + logits.shape[-1]]
+            logits = logits / torch.tensor(temperatures, device=logits.device)
+        return logits.sigmoid()
 
     def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Indices of the head's rows to token ids; the same where the drafter proposes the whole vocabulary."""
@@ -617,6 +634,18 @@ def _read_generation_config(source: str | os.PathLike, location: dict) -> Genera
             ) from error
     # A foreign checkpoint may carry its target's sampling settings, which are not the drafter's to say.
     return GenerationConfig(**{name: settings[name] for name in _DRAFTING_SETTINGS if settings.get(name) is not None})
+
+
+def _read_calibration(source: str | os.PathLike, location: dict, config: DSparkConfig) -> Calibration | None:
+    """The calibration beside the checkpoint, if it is one of this drafter."""
+    calibration = Calibration.load(source, **location)
+    if calibration is not None and len(calibration.temperatures) != config.num_draft_tokens:
+        raise OSError(
+            f"{CALIBRATION_NAME} of {source} has {len(calibration.temperatures)} temperatures, but the drafter "
+            f"proposes {config.num_draft_tokens} tokens. It belongs to another one: delete it, or write it anew with "
+            "`dspark-hf calibrate`."
+        )
+    return calibration
 
 
 def _resolve_config(

@@ -17,6 +17,7 @@ import torch
 from .candidate_generator import Draft, DSparkCandidateGenerator
 from .generation import SpeculativeDecoding
 from .modeling_dspark import DSparkDrafter
+from .scheduling import Gate
 
 
 class SimulatedProposals:
@@ -92,8 +93,8 @@ class SimulatedCandidateGenerator(DSparkCandidateGenerator):
             raise ValueError("Simulated acceptance knows the greedy text only: leave out `do_sample`.")
         self._proposals = proposals
 
-    def draft(self, prefixes: Sequence[torch.Tensor], limits: int | Sequence[int]) -> Draft:
-        draft = super().draft(prefixes, limits)
+    def draft(self, prefixes: Sequence[torch.Tensor], limits: int | Sequence[int], gate: Gate | None = None) -> Draft:
+        draft = super().draft(prefixes, limits, gate)
         if draft.length == 0:
             return draft
         rows = zip(self.rows, prefixes, strict=True)

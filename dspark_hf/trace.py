@@ -1,9 +1,12 @@
 """What happened in a run: one record per round, and their summary. Costs nothing where nobody listens."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 
@@ -46,6 +49,14 @@ class Round:
             return zip(self.proposed, self.accepted, self.num_new_tokens, strict=True)
         return iter([(self.proposed, self.accepted, self.num_new_tokens)])
 
+    def drafts_with_confidence(self) -> Iterator[tuple[list[float], int]]:
+        """The confidences of the tokens that were verified, and how many of them were accepted, of each row whose
+        draft has them and was not cut short by a stop."""
+        of_rows = (self.confidence if self.is_batch else [self.confidence]) if self.confidence else []
+        for confidence, (proposed, accepted, num_new) in zip(of_rows, self.per_row(), strict=bool(of_rows)):
+            if proposed and len(confidence or []) >= len(proposed) and num_new == accepted + 1:
+                yield confidence[: len(proposed)], accepted
+
 
 @dataclass(frozen=True)
 class TraceSummary:
@@ -56,6 +67,10 @@ class TraceSummary:
         num_new_tokens: generated tokens of all rows, the first ones (which the prefill gives) included.
         acceptance_length: τ, tokens per round and row, bonus included; 0 without a round.
         acceptance_rate_per_position: for each draft position, accepted over verified.
+        verified_per_round: draft tokens that the target verified, per round and row.
+        rounds_without_draft: share of the rounds and rows in which nothing was verified.
+        accepted_per_draft: draft tokens accepted, per round and row in which the confidences are known.
+        predicted_per_draft: what the confidences of these drafts promised; NaN where none are known.
         tokens_per_second: new tokens over the wall time of the calls, prefill included.
         seconds: wall time of the calls.
         prefill_seconds, round_seconds: its parts.
@@ -66,6 +81,10 @@ class TraceSummary:
     num_new_tokens: int
     acceptance_length: float
     acceptance_rate_per_position: list[float]
+    verified_per_round: float
+    rounds_without_draft: float
+    accepted_per_draft: float
+    predicted_per_draft: float
     tokens_per_second: float
     seconds: float
     prefill_seconds: float
@@ -87,7 +106,7 @@ class Trace:
     def summary(self) -> TraceSummary:
         rounds = self.rounds
         rows = [row for r in rounds for row in r.per_row()]
-        rates = []
+        rates, known = [], [draft for r in rounds for draft in r.drafts_with_confidence()]
         for position in range(max((len(proposed) for proposed, _, _ in rows), default=0)):
             verified = [accepted for proposed, accepted, _ in rows if len(proposed) > position]
             rates.append(sum(accepted > position for accepted in verified) / len(verified))
@@ -96,6 +115,12 @@ class Trace:
             num_new_tokens=self.num_new_tokens,
             acceptance_length=sum(num_new for _, _, num_new in rows) / len(rows) if rows else 0.0,
             acceptance_rate_per_position=rates,
+            verified_per_round=sum(len(proposed) for proposed, _, _ in rows) / len(rows) if rows else 0.0,
+            rounds_without_draft=sum(not proposed for proposed, _, _ in rows) / len(rows) if rows else 0.0,
+            accepted_per_draft=sum(accepted for _, accepted in known) / len(known) if known else math.nan,
+            predicted_per_draft=(
+                sum(sum(accumulate(draft, mul)) for draft, _ in known) / len(known) if known else math.nan
+            ),
             tokens_per_second=self.num_new_tokens / self.seconds if self.seconds else 0.0,
             seconds=self.seconds,
             prefill_seconds=self.prefill_seconds,

@@ -173,9 +173,9 @@ def knowing(
     sabotaged: dict[tuple[int, int], int] = {}
     answers = [[*row] for row in answer] if answer and not isinstance(answer[0], int) else [[*answer]]
 
-    def draft(self: DSparkCandidateGenerator, prefixes: Any, limits: Any) -> Draft:
+    def draft(self: DSparkCandidateGenerator, prefixes: Any, limits: Any, gate: Any = None) -> Draft:
         limits = [limits] * len(prefixes) if isinstance(limits, int) else limits
-        real = real_draft(self, prefixes, limits)
+        real = real_draft(self, prefixes, limits, gate)
         rows = []
         for slot, (row, length) in enumerate(zip(self.rows, real.row_lengths, strict=True)):
             num_committed = prefixes[slot].shape[-1]

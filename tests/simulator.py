@@ -9,9 +9,10 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from dspark_hf.auto_schedule import AutoSchedule
 from dspark_hf.costs import CostTable
 from dspark_hf.lookup import ContextLookup
-from dspark_hf.scheduling import AutoSchedule, DraftLength, Plan, RowOutcome, RowPlan, RowState, Schedule
+from dspark_hf.scheduling import DraftLength, Plan, RowOutcome, RowPlan, RowState, Schedule
 
 NUM_DRAFT_TOKENS = 7
 

@@ -41,7 +41,8 @@ from dspark_hf import (
 )
 from dspark_hf._compat import CACHE_NAME
 from dspark_hf.candidate_generator import Draft, DSparkCandidateGenerator
-from dspark_hf.scheduling import ConstantSchedule, Plan, RowPlan
+from dspark_hf.policies import ConstantSchedule
+from dspark_hf.scheduling import Gate, Plan, RowPlan
 from dspark_hf.vocabulary import DraftVocabularyMap
 
 PAD = 0
@@ -132,8 +133,13 @@ def knowing_rows(
                 tokens[position] = (tokens[position] + 1) % VOCAB
         return tokens
 
-    def draft(self: DSparkCandidateGenerator, prefixes: Sequence[torch.Tensor], limits: int | Sequence[int]) -> Draft:
-        real = real_draft(self, prefixes, limits)
+    def draft(
+        self: DSparkCandidateGenerator,
+        prefixes: Sequence[torch.Tensor],
+        limits: int | Sequence[int],
+        gate: Gate | None = None,
+    ) -> Draft:
+        real = real_draft(self, prefixes, limits, gate)
         limits = [limits] * len(prefixes) if isinstance(limits, int) else limits
         assert len(self.rows) == len(prefixes) == len(limits) == len(real.row_lengths) == real.token_ids.shape[0]
         assert all(length <= max(limit, 0) for length, limit in zip(real.row_lengths, limits, strict=True))

@@ -90,7 +90,7 @@ class TestPrompts:
     def test_a_wrong_line_is_named(self, tmp_path, line):
         file = tmp_path / "prompts.jsonl"
         file.write_text(f'{{"dataset": "mine", "index": 4, "prompt": "Hello"}}\n{line}\n')
-        with pytest.raises(ValueError, match="line 2: expected a JSON object with dataset, index, prompt"):
+        with pytest.raises(ValueError, match="line 2: expected a JSON object with `prompt` \\(or `turns`\\)"):
             read_prompts(file)
 
     def test_an_empty_file_is_refused(self, tmp_path):

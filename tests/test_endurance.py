@@ -44,10 +44,12 @@ def knowing_texts(
     real_draft = DSparkCandidateGenerator.draft
     texts = [list(text) for text in texts]
 
-    def draft(self: DSparkCandidateGenerator, prefixes: Sequence[torch.Tensor], limits: Any) -> Draft:
+    def draft(
+        self: DSparkCandidateGenerator, prefixes: Sequence[torch.Tensor], limits: Any, gate: Any = None
+    ) -> Draft:
         if before is not None:
             before(prefixes)
-        real = real_draft(self, prefixes, limits)
+        real = real_draft(self, prefixes, limits, gate)
         token_ids = real.token_ids.clone()
         for index, (prefix, length) in enumerate(zip(prefixes, real.row_lengths, strict=True)):
             ids = prefix.flatten().tolist()

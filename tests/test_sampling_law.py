@@ -33,8 +33,10 @@ from dspark_hf import (
     committing,
     generation,
 )
+from dspark_hf.admission import SurvivalGate, budget, spend
 from dspark_hf.candidate_generator import Draft
-from dspark_hf.costs import CostTable
+from dspark_hf.costs import CostTable, RoundCosts
+from dspark_hf.policies import SCHEDULES
 from dspark_hf.sampling import draw, is_accepted, probabilities, residual
 from dspark_hf.scheduling import DraftLength, Plan, RowPlan, RowState, Schedule
 
@@ -297,8 +299,8 @@ class TestLoop:
         cut_short: set[bool] = set()
         real_draft = DSparkCandidateGenerator.draft
 
-        def draft(generator, prefixes, limits):
-            proposed = real_draft(generator, prefixes, limits)
+        def draft(generator, prefixes, limits, gate=None):
+            proposed = real_draft(generator, prefixes, limits, gate)
             cut_short.add(proposed.length < limits[0])
             return proposed
 
@@ -391,6 +393,93 @@ class TestContextLookup:
         assert probabilities(mixed.scores[1]).tolist() == torch.eye(5)[[0, 2, 1]].tolist()
 
 
+def set_prices(monkeypatch: pytest.MonkeyPatch, seconds: Sequence[float]) -> None:
+    """Passes have these prices by their number of draft tokens, and drafts none; each call learns for itself."""
+    monkeypatch.setattr(generation, "_cost_table", lambda *pair: CostTable())
+    monkeypatch.setattr(RoundCosts, "num_plain", lambda self, num_rows: 100)
+    monkeypatch.setattr(RoundCosts, "draft_seconds", lambda self, num_rows: (0.0, 0.0))
+    monkeypatch.setattr(
+        RoundCosts,
+        "pass_seconds",
+        lambda self, num_rows, size: [seconds[min(n, len(seconds) - 1)] for n in range(size + 1)],
+    )
+
+
+class Certain(LogitsProcessor):
+    """The target says 0 with a chance of 0.7 and 1 with 0.3, always."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        return torch.tensor([[0.7, 0.3, 0.0]]).log().expand_as(scores)
+
+
+class TestPolicies:
+    """How a draft's length is decided never shows in the law of the output."""
+
+    # A token has to survive with a chance of a third, about.
+    SLOPE = (1.0, 1.33, 1.66, 2.0)
+
+    @pytest.mark.parametrize("processors", ["no_processor", "top_k", "own_processor"])
+    @pytest.mark.parametrize("policy", SCHEDULES)
+    def test_the_law_is_that_of_plain_sampling(self, policy, processors, tree, monkeypatch):
+        set_prices(monkeypatch, self.SLOPE)
+        lengths: set[int] = set()
+        real_draft = DSparkCandidateGenerator.draft
+
+        def draft(generator, prefixes, limits, gate=None):
+            proposed = real_draft(generator, prefixes, limits, gate)
+            lengths.add(proposed.length)
+            return proposed
+
+        monkeypatch.setattr(DSparkCandidateGenerator, "draft", draft)
+        settings = {"num_assistant_tokens_schedule": policy, "prompt_lookup_num_tokens": 0}
+        assert_exact(tree, tiny_drafter(), settings, **PROCESSORS[processors], max_new_tokens=5)
+        assert tree.num_accepted > 0
+        assert tree.num_rejected > 0
+        # The others have one length that pays, by what they know so far.
+        assert policy in ("constant", "auto", "acceptance") or len(lengths) > 1
+
+    @pytest.mark.parametrize("policy", ["confidence", "entropy"])
+    @pytest.mark.parametrize("threshold", [0.0, 0.7, 1.0])
+    def test_the_law_does_not_depend_on_the_threshold(self, threshold, policy, tree):
+        settings = {"num_assistant_tokens_schedule": policy, "assistant_confidence_threshold": threshold}
+        assert_exact(tree, tiny_drafter(), settings)
+        assert (tree.num_accepted > 0) == (threshold < 1)
+
+    def law_of_the_appendix(self, tree: Tree, monkeypatch: pytest.MonkeyPatch, policy: str | None) -> Law:
+        """The paper's appendix A: 1, 0.5 and 0.45 steps per second, an even draft, and a confidence that gives the
+        first token away: 0.8, then 0.9 after a 0 and 0 after a 1."""
+        set_prices(monkeypatch, [1.0, 2.0, 1 / 0.45, 1 / 0.45])
+
+        def confidence(self, hidden_states, previous_ids, position=0):
+            return torch.full(previous_ids.shape, 0.8) if position == 0 else 0.9 * (previous_ids == 0).float()
+
+        def score(self, logits, rows, prefixes):
+            return torch.tensor([[0.5, 0.5, 0.0]]).log().expand(len(rows), -1), torch.zeros(len(rows))
+
+        monkeypatch.setattr(DSparkDrafter, "confidence", confidence)
+        monkeypatch.setattr(DSparkCandidateGenerator, "_score", score)
+        drafting = {}
+        if policy is not None:
+            drafting = {"assistant_model": tiny_drafter(), "num_assistant_tokens_schedule": policy}
+            drafting |= {"num_assistant_tokens": 2}
+        return tree.law_of(sampled(tiny_target(), Certain, max_new_tokens=4, **drafting))
+
+    @pytest.mark.parametrize("policy", ["hardware", "hardware-decoupled", "constant"])
+    def test_the_counterexample_of_the_paper(self, policy, tree, monkeypatch):
+        law = self.law_of_the_appendix(tree, monkeypatch, policy)
+        assert_same_law(law, self.law_of_the_appendix(tree, monkeypatch, None))
+        assert sum(p for tokens, p in law.items() if tokens[1] == 0) == pytest.approx(0.7)
+
+    def test_a_search_that_sees_the_draft_is_noticed(self, tree, monkeypatch):
+        def admitted(self, lengths):
+            drawn = [values[:length] for values, length in zip(self.survivals, lengths, strict=True)]
+            return spend(drawn, budget(drawn, self.costs))
+
+        monkeypatch.setattr(SurvivalGate, "admitted", admitted)
+        law = self.law_of_the_appendix(tree, monkeypatch, "hardware")
+        assert sum(p for tokens, p in law.items() if tokens[1] == 0) == pytest.approx(0.85)
+
+
 class TestTeeth:
     """The comparison above fails on samplers that are almost right."""
 
@@ -417,8 +506,8 @@ class TestTeeth:
     def test_a_draft_cut_by_its_own_last_token_is_noticed(self, tree, monkeypatch):
         real_draft = DSparkCandidateGenerator.draft
 
-        def draft(generator, prefixes, limits):
-            proposed = real_draft(generator, prefixes, limits)
+        def draft(generator, prefixes, limits, gate=None):
+            proposed = real_draft(generator, prefixes, limits, gate)
             if proposed.length and int(proposed.token_ids[0, -1]) == 0:
                 return Draft(proposed.token_ids[:, :-1], proposed.scores[:, :-1])
             return proposed

@@ -24,21 +24,18 @@ from transformers import GenerationConfig
 
 from dspark_hf import UnsupportedGenerationError
 from dspark_hf.acceptance import DraftAcceptance, LookupAcceptance
+from dspark_hf.admission import SurvivalGate
+from dspark_hf.auto_schedule import AutoSchedule
 from dspark_hf.costs import CostTable
 from dspark_hf.lookup import LookupOffer
-from dspark_hf.scheduling import (
+from dspark_hf.policies import (
     SCHEDULES,
-    AutoSchedule,
+    AcceptanceSchedule,
     ConstantSchedule,
-    DraftLength,
-    Plan,
-    RowOutcome,
-    RowPlan,
-    RowState,
-    Schedule,
     new_schedule,
     resolve_draft_length,
 )
+from dspark_hf.scheduling import DraftLength, Plan, RowOutcome, RowPlan, RowState, Schedule
 
 NONE = RowPlan("none", 0)
 
@@ -104,14 +101,40 @@ class TestSettings:
         assert self.resolve(config) == DraftLength(3, 0.0, "constant", 0)
         assert self.resolve(config, schedule="auto", num_assistant_tokens=2) == DraftLength(2, 0.0, "auto", 16)
 
-    @pytest.mark.parametrize("schedule", ["heuristic", "heuristic_transient", "dynamic", "", 3, ["auto"]])
+    @pytest.mark.parametrize("schedule", ["heuristic_transient", "dynamic", "", 3, ["auto"], int, CostTable])
     def test_other_schedules_are_refused(self, schedule):
         with pytest.raises(UnsupportedGenerationError) as caught:
             self.resolve(schedule=schedule)
         assert str(caught.value).startswith(
-            f"`num_assistant_tokens_schedule` is {schedule!r}, but a DSpark drafter follows 'auto' (drafts as long as "
-            "they pay) or 'constant' only. Set one of them in the call or in `drafter.generation_config`"
+            f"`num_assistant_tokens_schedule` is {schedule!r}, but a DSpark drafter follows 'auto', 'constant', "
+            "'heuristic', 'confidence', 'entropy', 'acceptance', 'hardware', 'hardware-decoupled' or a subclass of "
+            "`Schedule`. Set one of them in the call or in `drafter.generation_config`"
         )
+
+    @pytest.mark.parametrize("schedule", ["confidence", "hardware", "hardware-decoupled"])
+    def test_what_goes_by_confidence_needs_the_head(self, schedule):
+        with pytest.raises(UnsupportedGenerationError, match="no confidence head"):
+            resolve_draft_length(GenerationConfig(), 7, False, schedule=schedule)
+
+    @pytest.mark.parametrize("schedule", ["constant", "heuristic", "entropy", "acceptance", "auto"])
+    def test_everything_else_does_not(self, schedule):
+        assert resolve_draft_length(GenerationConfig(), 7, False, schedule=schedule).schedule == schedule
+
+    def test_thresholds_go_to_what_they_are_for(self):
+        assert self.resolve(schedule="confidence").confidence_threshold == 0.4
+        assert self.resolve(schedule="confidence", confidence_threshold=0.7).confidence_threshold == 0.7
+        by_entropy = self.resolve(schedule="entropy", confidence_threshold=0.7)
+        assert (by_entropy.confidence_threshold, by_entropy.entropy_threshold) == (0.0, 0.7)
+        assert self.resolve(schedule="entropy").entropy_threshold == 0.4
+        assert self.resolve(schedule="hardware").confidence_threshold == 0.0
+
+    def test_a_schedule_of_ones_own(self):
+        class Mine(ConstantSchedule):
+            LOOKUP_TOKENS = 3
+
+        settings = self.resolve(schedule=Mine)
+        assert settings.lookup_tokens == 3
+        assert type(new_schedule(settings, CostTable())) is Mine
 
     @pytest.mark.parametrize("lookup_tokens", [-1, 2.5, True, "3"])
     def test_lookup_tokens_out_of_range_are_refused(self, lookup_tokens):
@@ -119,9 +142,8 @@ class TestSettings:
             self.resolve(lookup_tokens=lookup_tokens)
 
     def test_each_name_makes_its_schedule(self):
-        assert set(SCHEDULES) == {"auto", "constant"}
-        assert isinstance(new_schedule(settings("auto"), CostTable()), AutoSchedule)
-        assert isinstance(new_schedule(settings("constant"), CostTable()), ConstantSchedule)
+        for name, kind in SCHEDULES.items():
+            assert type(new_schedule(settings(name), CostTable())) is kind
 
 
 class TestConstant:
@@ -140,6 +162,68 @@ class TestConstant:
     def test_a_long_match_takes_the_place_of_the_draft(self, match_length, expected):
         schedule = new_schedule(settings("constant", 5, lookup_tokens=6), CostTable())
         assert schedule.plan([row(offer=offer(match_length))]).rows == [expected]
+
+
+class TestHeuristic:
+    def test_two_more_after_a_full_draft_one_less_after_any_other(self):
+        schedule = new_schedule(settings("heuristic", 5), CostTable())
+        lengths = [play(schedule, accepted)[0].rows[0].num_tokens for accepted in (0, 0, 0, 9, 1, 9, 9, 0)]
+        assert lengths == [5, 4, 3, 2, 4, 3, 5, 5]
+
+    def test_it_never_ends_and_rows_are_apart(self):
+        schedule = new_schedule(settings("heuristic", 3), CostTable())
+        *_, last = play(schedule, [0, 9], times=9, states=[row(0), row(1)])
+        assert last.rows == [drafter(1), drafter(3)]
+
+
+class TestPriced:
+    """Schedules that ask what a pass costs."""
+
+    STEEP = (0, 50, 70, 90, 110, 130, 150, 170, 190)
+    FLAT = (0, 50, 51, 52, 53, 54, 55, 56, 57)
+
+    @pytest.mark.parametrize("name", ["acceptance", "hardware", "hardware-decoupled"])
+    def test_the_first_round_is_a_plain_one_which_is_measured(self, name):
+        schedule = new_schedule(settings(name), CostTable())
+        first, second = play(schedule, 3, times=2)
+        assert first == Plan([NONE], "measuring")
+        assert second.rows != [NONE]
+
+    def test_acceptance_makes_long_drafts_where_they_are_cheap_and_short_ones_where_not(self):
+        def last(seconds_per_width: Sequence[float], accepted: int) -> int:
+            schedule = new_schedule(settings("acceptance"), CostTable())
+            return play(schedule, accepted, 60, seconds_per_width=seconds_per_width)[-1].rows[0].num_tokens
+
+        assert last(self.FLAT, 7) == 7
+        assert last(self.STEEP, 2) in (1, 2)
+
+    def test_no_row_starves(self):
+        schedule = new_schedule(settings("acceptance"), CostTable())
+        plans = play(schedule, [7, 0], times=120, states=[row(0), row(1)], seconds_per_width=[0, *range(50, 200, 12)])
+        lengths = [plan.rows[1].num_tokens for plan in plans[20:]]
+        assert lengths.count(0) > 60
+        assert all(any(lengths[i : i + AcceptanceSchedule.PATIENCE + 1]) for i in range(60))
+        assert sum(plan.rows[0].num_tokens for plan in plans[20:]) > sum(lengths)
+
+    def test_hardware_drafts_what_it_can_and_lets_its_gate_decide(self):
+        schedule = new_schedule(settings("hardware"), CostTable())
+        plan = play(schedule, 3, times=9, states=[row(0), row(1, room=2)], seconds_per_width=self.STEEP)[-1]
+        assert plan.rows == [drafter(7), drafter(2)]
+        assert isinstance(plan.gate, SurvivalGate)
+        assert plan.gate.costs.num_rows == 2
+
+    def test_the_decoupled_budget_is_that_of_two_rounds_before(self):
+        schedule = new_schedule(settings("hardware-decoupled"), CostTable())
+        play(schedule, 3, times=2)
+        confidences = ([0.9] * 7, [0.01] * 7, [0.5] * 7)
+        budgets = []
+        for confidence in confidences:
+            plan = play(schedule, 3)[0]
+            for position, c in enumerate(confidence):
+                plan.gate.opens(position, [c])
+            budgets.append(sum(plan.gate.admitted([7])))
+        # The gate of the round before the first one has seen nothing.
+        assert budgets[2] > budgets[1]
 
 
 class TestAuto:

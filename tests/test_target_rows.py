@@ -12,8 +12,8 @@ from transformers.cache_utils import DynamicLayer
 
 from dspark_hf import UnsupportedGenerationError, generation, target_rows
 from dspark_hf._compat import CACHE_NAME
+from dspark_hf.auto_schedule import AutoSchedule
 from dspark_hf.costs import RoundCosts
-from dspark_hf.scheduling import AutoSchedule
 
 ROWS = [PROMPT, PROMPT[3:]]
 

@@ -21,7 +21,7 @@ from ..comparison import GREEDY, judge
 from ..simulation import SimulatedProposals
 from ..trace import Round, Trace
 from .memory import MemoryGrowth
-from .methods import METHODS, Call, Method
+from .methods import METHODS, Call, Method, find_method
 from .models import Models
 from .prompts import Case
 from .settings import BenchmarkSettings
@@ -159,7 +159,7 @@ class CaseMeasurer:
         inputs = case.inputs(self.models.pad_token_id, self.models.target.device)
         proposals = self._rehearse(inputs, max_new_tokens=8)
         for name in self.settings.method_names:
-            self._generate(METHODS[name], inputs, self._call(proposals), max_new_tokens=8)
+            self._generate(find_method(name), inputs, self._call(proposals), max_new_tokens=8)
 
     def _rehearse(self, inputs: BatchEncoding, **options: Any) -> SimulatedProposals | None:
         """Lets a simulated drafter learn what the target says to a prompt, in each method's own rounding."""
@@ -170,7 +170,7 @@ class CaseMeasurer:
         proposals = SimulatedProposals(inputs["input_ids"].shape[1], acceptance, vocab_size, self.settings.seed)
         device = self.models.target.device
         proposals.learn(self._generate(METHODS["plain"], inputs, self._call(None), **options), device)
-        for method in (METHODS[name] for name in self.settings.method_names if METHODS[name].drafts):
+        for method in filter(lambda method: method.drafts, map(find_method, self.settings.method_names)):
             for _ in range(_MOST_REHEARSALS):
                 texts = self._generate(method, inputs, self._call(proposals), **options)
                 if not proposals.learn(texts, device):
@@ -184,7 +184,7 @@ class CaseMeasurer:
     def _take_turn(
         self, name: str, inputs: BatchEncoding, proposals: SimulatedProposals | None, repeat: int, turns: _Turns
     ) -> None:
-        method, call = METHODS[name], self._call(proposals)
+        method, call = find_method(name), self._call(proposals)
         seed = self.settings.seed + repeat
         turns.records.append(self._record(method, inputs, call, seed))
         texts, seconds = _timed(lambda: self._generate(method, inputs, call, seed))
@@ -248,7 +248,7 @@ class CaseMeasurer:
 
     def _evaluated(self, case: Case, turns: dict[str, _Turns]) -> dict[str, Measurement]:
         plain = turns["plain"]
-        return {name: self._measurement(case, METHODS[name], each, plain) for name, each in turns.items()}
+        return {name: self._measurement(case, find_method(name), each, plain) for name, each in turns.items()}
 
     def _measurement(self, case: Case, method: Method, turns: _Turns, plain: _Turns) -> Measurement:
         verdicts = []

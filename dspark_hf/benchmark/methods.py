@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from .._compat import TargetModel
 from ..candidate_generator import DSparkCandidateGenerator
 from ..modeling_dspark import DSparkDrafter
-from ..scheduling import resolve_draft_length
+from ..policies import SCHEDULES, resolve_draft_length
 from ..simulation import SimulatedCandidateGenerator, SimulatedDecoding, SimulatedProposals
 
 _PROMPT_LOOKUP_TOKENS = 10  # what transformers' own documentation uses
@@ -67,9 +67,16 @@ def _assistant(call: Call) -> dict[str, Any]:
     return {"assistant_model": call.assistant}
 
 
-def _dspark(call: Call, schedule: str | None = None, draft_invariant: bool | None = None) -> dict[str, Any]:
-    settings: dict[str, Any] = {"num_assistant_tokens": call.num_assistant_tokens}
+def _dspark(
+    call: Call,
+    schedule: str | None = None,
+    draft_invariant: bool | None = None,
+    num_assistant_tokens: int | None = None,
+    threshold: float | None = None,
+) -> dict[str, Any]:
+    settings: dict[str, Any] = {"num_assistant_tokens": num_assistant_tokens or call.num_assistant_tokens}
     settings |= {"num_assistant_tokens_schedule": schedule, "draft_invariant": draft_invariant}
+    settings["assistant_confidence_threshold"] = threshold
     given = {name: value for name, value in settings.items() if value is not None}
     if call.proposals is None:
         return {"assistant_model": call.drafter, **given}
@@ -152,3 +159,25 @@ METHODS: dict[str, Method] = {
     "dspark-constant": Method(partial(_dspark, schedule="constant"), drafts=True, is_traced=True),
     "dspark-invariant": Method(partial(_dspark, draft_invariant=True), drafts=True, is_traced=True),
 }
+
+
+def find_method(name: str) -> Method:
+    """A method by its name: one of `METHODS`, or `dspark-SCHEDULE`, with `:N` for the most draft tokens (an integer)
+    or the threshold (with a point) where wanted: `dspark-constant:3`, `dspark-confidence:0.5`, `dspark-hardware`.
+
+    Raises:
+        ValueError: there is no such method.
+    """
+    if name in METHODS:
+        return METHODS[name]
+    kind, _, value = name.removeprefix("dspark-").partition(":")
+    if not name.startswith("dspark-") or kind not in SCHEDULES:
+        of_schedules = ", ".join(f"dspark-{schedule}" for schedule in SCHEDULES)
+        raise ValueError(f"{name}, which is none of {', '.join(METHODS)}, {of_schedules} (and :N, :0.N)")
+    settings: dict[str, Any] = {"schedule": kind}
+    try:
+        if value:
+            settings |= {"threshold": float(value)} if "." in value else {"num_assistant_tokens": int(value)}
+    except ValueError as error:
+        raise ValueError(f"{name}: {value} is no number of draft tokens and no threshold") from error
+    return Method(partial(_dspark, **settings), drafts=True, is_traced=True)

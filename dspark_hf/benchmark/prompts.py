@@ -57,18 +57,23 @@ class Case:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Reads a prompts file.
+    """Reads a prompts file: a JSON object a line, with `prompt`, or `turns` of which the first counts.
+
+    Without `dataset` it is named after the file, without `index` after its line.
 
     Raises:
-        ValueError: a line is no JSON object with `dataset`, `index` and `prompt`, or there is none.
+        ValueError: a line is something else, or there is none.
     """
     prompts = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
             fields = json.loads(line)
-            prompts.append(Prompt(fields["dataset"], fields["index"], fields["prompt"]))
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}, line {number}: expected a JSON object with dataset, index, prompt") from error
+            text = fields["prompt"] if "prompt" in fields else fields["turns"][0]
+            if not isinstance(text, str):
+                raise TypeError(type(text))
+            prompts.append(Prompt(fields.get("dataset", path.stem), fields.get("index", number), text))
+        except (json.JSONDecodeError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}, line {number}: expected a JSON object with `prompt` (or `turns`)") from error
     if not prompts:
         raise ValueError(f"{path} holds no prompt")
     return prompts

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..comparison import PairSettings
-from .methods import METHODS
+from .methods import METHODS, find_method
 from .random_models import SHAPES
 
 _DEFAULT_METHODS = ("plain", "prompt-lookup", "dspark")
@@ -17,7 +17,10 @@ class BenchmarkSettings(PairSettings):
 
     methods: list[str] | None = field(
         default=None,
-        metadata={"help": f"any of {', '.join(METHODS)}; default: {', '.join(_DEFAULT_METHODS)}, if batches allow"},
+        metadata={
+            "help": f"any of {', '.join(METHODS)}, or dspark-SCHEDULE with :N draft tokens or :0.N as threshold; "
+            f"default: {', '.join(_DEFAULT_METHODS)}, if batches allow"
+        },
     )
     assistant: str | None = field(
         default=None, metadata={"help": "small model for the method assistant: hub id or folder"}
@@ -25,7 +28,7 @@ class BenchmarkSettings(PairSettings):
     max_new_tokens: int = field(default=128, metadata={"help": "maximum number of new tokens per answer"})
     num_prompts: int = field(default=24, metadata={"help": "how many prompts, from the start of the file"})
     prompts: str | None = field(
-        default=None, metadata={"help": "JSON lines with dataset, index, prompt; default: the built-in ones"}
+        default=None, metadata={"help": "JSON lines with prompt, or turns; default: the built-in ones"}
     )
     with_copy: bool = field(
         default=False, metadata={"help": "also four copy-heavy prompts, a group of their own that 'all' leaves out"}
@@ -107,9 +110,11 @@ class BenchmarkSettings(PairSettings):
 
     def _check_methods(self) -> None:
         for name in self.methods or ():
-            if name not in METHODS:
-                raise ValueError(f"--methods names {name}, which is none of {', '.join(METHODS)}")
-            if self.batch_size > 1 and not METHODS[name].takes_batches:
+            try:
+                method = find_method(name)
+            except ValueError as error:
+                raise ValueError(f"--methods names {error}") from error
+            if self.batch_size > 1 and not method.takes_batches:
                 raise ValueError(f"--methods names {name}, which takes no batch: leave it out, or --batch-size")
         if ("assistant" in self.method_names) != (self.assistant is not None):
             raise ValueError("--assistant and the method assistant of --methods need each other")

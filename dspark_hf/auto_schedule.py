@@ -1,0 +1,318 @@
+"""The default schedule: whatever promises the most new tokens per second by the prices and chances measured so far."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import exp
+from typing import Literal
+
+from .acceptance import DRAFTER, LOOKUP, DraftAcceptance, LookupAcceptance
+from .costs import CostTable, RoundCosts
+from .scheduling import DraftLength, Plan, RowOutcome, RowPlan, RowState, Schedule, plain_plan, row_plan
+
+
+class AutoSchedule(Schedule):
+    """The most expected new tokens per second, plain decoding among the choices.
+
+    Every row's most likely draft tokens come first, those of all rows in one order, and as many of them are verified
+    as pay, with or without the drafter. Where a pass pads its rows, it costs what its longest draft costs, so the
+    choice is one length for all. Where plain decoding wins, the drafter is tried again from time to time, as often as
+    a small share of the time pays for.
+
+    A call lasts as long as its slowest row, so new tokens of rows that lie behind are worth more (`_values`).
+    """
+
+    LOOKUP_TOKENS = 16
+    # Rounds until another try of a drafter that was set aside, and the share of the time that tries may cost; it
+    # halves with each one that does not pay.
+    MIN_PAUSE, MAX_PAUSE = 4, 64
+    MAX_SHARE, MIN_SHARE = 0.06, 0.01
+    # What a drafter worth another try would reach at each position.
+    HOPE = 0.6
+    # What the best of many possible choices for a batch must promise, because it is the best in part by luck.
+    MARGIN = 1.06
+    # Below this advantage of a draft over plain decoding, the price of a plain pass should be known well.
+    CLEAR = 1.5
+    # First draft tokens that must have been tried before a drafter is said to guess, in all and in this call, and the
+    # share of them that a guess may hit.
+    ENOUGH_TRIES, ENOUGH_NOW, CHANCE = 24, 4, 0.025
+
+    def __init__(self, settings: DraftLength, table: CostTable, pads_rows: bool = False):
+        self._settings = settings
+        self._pads_rows = pads_rows
+        self._table = table
+        self._costs = RoundCosts(table)
+        self._drafts = DraftAcceptance(table, settings.num_assistant_tokens)
+        self._lookups = LookupAcceptance(table)
+        self._rounds_since_draft = self._rounds_since_plain = 0
+        self._share = self.MAX_SHARE
+        self._pause: float = self.MIN_PAUSE
+        self._break_even = 0.0
+        self._values: list[float] = []  # of a new token of each row of the plan
+        self._paces: defaultdict[int, _Pace] = defaultdict(_Pace)
+        self._first_tries = self._first_hits = 0
+
+    def plan(self, rows: Sequence[RowState]) -> Plan:
+        self._values = self._values_of(rows)
+        lookups, drafts = self._lookup_gains(rows), self._draft_gains(rows)
+        if not any(len(gains) > 1 for gains in lookups + drafts):
+            return plain_plan(rows, "nothing")
+        if self._costs.num_plain(len(rows)) == 0:
+            return plain_plan(rows, "measuring")
+        best = self._best(lookups, drafts)
+        if best.advantage < self.MARGIN and len(rows) > 1:
+            best = _Choice([RowPlan("none", 0)] * len(rows), 0, len(rows), len(rows))
+        if best.size > 0 and self._is_plain_due(len(rows), best.advantage):
+            return plain_plan(rows, "measuring")
+        if not best.uses_drafter and self._rounds_since_draft >= self._pause and max(map(len, drafts)) > 1:
+            probe = self._probe(lookups, drafts, best.advantage)
+            if probe is not None:
+                return Plan(probe.rows, "probing")
+        if best.size == 0:
+            return Plan(best.rows, "aside")
+        return Plan(best.rows, "best" if self._costs.is_measured(len(rows), best.size) else "exploring")
+
+    def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: float, draft_seconds: float | None) -> None:
+        drafted = [
+            (outcome, row.num_tokens)
+            for row, outcome in zip(plan.rows, outcomes, strict=True)
+            if row.source == DRAFTER
+        ]
+        self._costs.observe(
+            num_rows=len(outcomes),
+            size=self._size([outcome.proposed for outcome in outcomes]),
+            num_draft_rows=len(drafted),
+            num_draft_tokens=max((outcome.proposed for outcome, _ in drafted), default=0),
+            seconds=seconds,
+            draft_seconds=draft_seconds,
+        )
+        self._table.count_ends(
+            sum(outcome.has_ended for outcome in outcomes), sum(1 + outcome.accepted for outcome in outcomes)
+        )
+        for outcome in outcomes:
+            self._paces[outcome.row].add(1 + outcome.accepted)
+        is_plain = not any(row.num_tokens for row in plan.rows)
+        self._rounds_since_plain = 0 if is_plain else self._rounds_since_plain + 1
+        self._rounds_since_draft = 0 if drafted else self._rounds_since_draft + 1
+        if not drafted:
+            return
+        self._pause = self.MIN_PAUSE
+        self._drafts.observe((outcome.row, planned, outcome.accepted) for outcome, planned in drafted)
+        self._first_tries += sum(outcome.proposed > 0 for outcome, _ in drafted)
+        self._first_hits += sum(outcome.accepted > 0 for outcome, _ in drafted)
+        if plan.reason == "probing":
+            tokens = sum(v * (1 + outcome.accepted) for v, outcome in zip(self._values, outcomes, strict=True))
+            pays = tokens >= self._break_even
+            self._share = self.MAX_SHARE if pays else max(self._share / 2, self.MIN_SHARE)
+
+    def mismatch(self) -> str | None:
+        """A drafter that guesses is soon set aside, so the tries of earlier calls count where this one has few."""
+        hits, tries = float(self._first_hits), float(self._first_tries)
+        if tries < self.ENOUGH_NOW or hits > self.CHANCE * tries:
+            return None
+        if tries < self.ENOUGH_TRIES:
+            hits, tries = self._table.acceptance(DRAFTER, 0)
+        if tries < self.ENOUGH_TRIES or hits > self.CHANCE * tries:
+            return None
+        return (
+            f"The drafter does not seem to fit its target: of {round(tries)} first tokens of a draft, the target "
+            f"accepted {round(hits)}, no more than guessing would give. The text is right all the same, but not "
+            "faster. Check that the drafter was trained for this very target and for this chat template."
+        )
+
+    def _values_of(self, rows: Sequence[RowState]) -> list[float]:
+        """What a new token of each row is worth, where one more token of every row is worth their number.
+
+        Most of a pass costs the same for one row as for many, and has to be paid until the last row is done: that part
+        of the worth goes to the rows that would be the last ones without drafts. Where texts fill their room, these
+        are the ones that lie behind; where texts end before, nobody knows.
+        """
+        num_rows = len(rows)
+        if num_rows == 1 or self._costs.num_plain(num_rows) == 0:
+            return [1.0] * num_rows
+        rooms = [row.room for row in rows]
+        fills_its_room = exp(-self._table.end_rate * sum(rooms) / num_rows)
+        decided_by_room = 1 - (1 - fills_its_room) ** num_rows
+        # Rounds until the last row is done, at the pace of each so far, give or take a few.
+        num_rounds = max(row.room / self._paces[row.row].mean for row in rows)
+        weights = [exp(min(0.0, room - num_rounds) / (1 + 0.5 * num_rounds**0.5)) for room in rooms]
+        seconds = self._costs.pass_seconds(num_rows, 2 * num_rows)
+        shared = max(0.0, 1.0 - 0.5 * (seconds[-1] / seconds[0] - 1))
+        share = shared * decided_by_room
+        return [1 - share + share * num_rows * weight / sum(weights) for weight in weights]
+
+    def _lookup_gains(self, rows: Sequence[RowState]) -> list[list[float]]:
+        """For each row, the worth of the accepted tokens to expect of the first 0, 1, 2, ... tokens of its offer."""
+        gains = []
+        for row, value in zip(rows, self._values, strict=True):
+            if row.offer is None:
+                gains.append([0.0])
+                continue
+            if row.offer.checks:
+                self._lookups.observe(row.row, row.offer.checks)
+            num_tokens = min(len(row.offer.token_ids), self._settings.lookup_tokens, row.room)
+            gains.append(_times(value, self._lookups.gains(row.row, row.offer.match_length, num_tokens)))
+        return gains
+
+    def _draft_gains(self, rows: Sequence[RowState]) -> list[list[float]]:
+        """The same for 0, 1, 2, ... tokens of the drafter."""
+        most = self._settings.num_assistant_tokens
+        return [
+            _times(value, self._drafts.gains(row.row, min(most, row.room) if row.can_draft else 0))
+            for row, value in zip(rows, self._values, strict=True)
+        ]
+
+    def _best(self, lookups: list[list[float]], drafts: list[list[float]], must_draft: bool = False) -> "_Choice":
+        """The draft tokens with the most expected new tokens per second."""
+        num_rows = len(drafts)
+        seconds = self._costs.pass_seconds(
+            num_rows, self._size([max(len(a), len(b)) - 1 for a, b in zip(lookups, drafts, strict=True)])
+        )
+        choices = []
+        if not must_draft:
+            choices.append(self._filled([(LOOKUP, gains) for gains in lookups], seconds))
+        if any(len(gains) > 1 for gains in drafts):
+            # What a draft token must bring to pay for its place in the pass.
+            toll = num_rows * (seconds[-1] / seconds[0] - 1) / (len(seconds) - 1)
+            offers: list[tuple[Literal["drafter", "lookup"], list[float]]] = [
+                (DRAFTER, draft) if num_rows == 1 or _worth(draft, toll) > _worth(lookup, toll) else (LOOKUP, lookup)
+                for lookup, draft in zip(lookups, drafts, strict=True)
+            ]
+            lines = [self._costs.draft_seconds(1 + n) for n in range(num_rows)]
+            choices.append(self._filled(offers, seconds, lines))
+        return max(choices, key=lambda choice: choice.advantage)
+
+    def _filled(
+        self,
+        offers: list[tuple[Literal["drafter", "lookup"], list[float]]],
+        seconds: list[float],
+        draft_lines: list[tuple[float, float]] | None = None,
+    ) -> "_Choice":
+        """As many tokens of these offers as pay: the source and the gains of each row.
+
+        Args:
+            seconds: of the pass by size.
+            draft_lines: base and slope of the seconds of a draft for 1, 2, ... rows; `None`: without the drafter.
+        """
+        num_rows = len(offers)
+        steps = self._steps([gains for _, gains in offers])
+        counts, size, drafting, longest, tokens = [0] * num_rows, 0, 0, 0, float(num_rows)
+        best = (0, tokens, seconds[0])
+        best_rate = tokens / seconds[0] if draft_lines is None else 0.0
+        for index, (rows, gain) in enumerate(steps):
+            for row in rows:
+                counts[row] += 1
+                size += not self._pads_rows
+                if offers[row][0] == DRAFTER:
+                    drafting += counts[row] == 1
+                    longest = max(longest, counts[row])
+            if self._pads_rows:
+                size = num_rows * (1 + index)
+            tokens += gain
+            cost = seconds[size]
+            if draft_lines is not None and drafting:
+                base, slope = draft_lines[drafting - 1]
+                cost += base + slope * longest
+            if tokens / cost > best_rate:
+                best, best_rate = (1 + index, tokens, cost), tokens / cost
+        num_steps, tokens, cost = best
+        counts = [0] * num_rows
+        for rows, _ in steps[:num_steps]:
+            for row in rows:
+                counts[row] += 1
+        plans = [row_plan(source, n) for (source, _), n in zip(offers, counts, strict=True)]
+        return _Choice(plans, self._size(counts), tokens, num_rows * cost / seconds[0])
+
+    def _steps(self, gains: list[list[float]]) -> list[tuple[list[int], float]]:
+        """In the order in which drafts grow: the rows that gain a token, and what it promises.
+
+        Of a row, each token promises at most as much as the one before, so the order never skips one.
+        """
+        tokens = [(row[n] - row[n - 1], n, slot) for slot, row in enumerate(gains) for n in range(1, len(row))]
+        if not self._pads_rows:
+            tokens.sort(key=lambda token: -token[0])
+            return [([slot], gain) for gain, _, slot in tokens]
+        by_length: dict[int, list[tuple[float, int]]] = {}
+        for gain, n, slot in tokens:
+            by_length.setdefault(n, []).append((gain, slot))
+        return [([slot for _, slot in of], sum(gain for gain, _ in of)) for _, of in sorted(by_length.items())]
+
+    def _size(self, lengths: Sequence[int]) -> int:
+        """Draft tokens of a pass over drafts of such lengths, padding included."""
+        return len(lengths) * max(lengths) if self._pads_rows else sum(lengths)
+
+    def _is_plain_due(self, num_rows: int, advantage: float) -> bool:
+        """Whether to measure a plain pass again, with which everything is compared: often at first."""
+        pause = min(2 * 4 ** self._costs.num_plain(num_rows), 128)
+        return self._rounds_since_plain >= (pause if advantage < self.CLEAR else 4 * pause)
+
+    def _probe(self, lookups: list[list[float]], drafts: list[list[float]], advantage: float) -> "_Choice | None":
+        """A round of a drafter that is hoped to be good again, once the share of the time for tries pays for it.
+
+        `advantage`: of what would be done instead, over plain decoding.
+        """
+        hopes = [
+            [value * sum(self.HOPE**k for k in range(1, n + 1)) for n in range(len(gains))]
+            for value, gains in zip(self._values, drafts, strict=True)
+        ]
+        probe = self._best(lookups, hopes, must_draft=True)
+        if not probe.uses_drafter:  # the lookups are better even so
+            return None
+        tokens = len(drafts) + sum(
+            _at(draft if row.source == DRAFTER else lookup, row.num_tokens)
+            for row, lookup, draft in zip(probe.rows, lookups, drafts, strict=True)
+        )
+        break_even = advantage * probe.break_even
+        loss = (1 - tokens / break_even) * probe.break_even / len(drafts)  # in plain rounds
+        self._pause = min(loss / self._share, self.MAX_PAUSE)
+        if self._rounds_since_draft < self._pause:
+            return None
+        self._drafts.forget()
+        self._break_even = break_even
+        return probe
+
+
+class _Pace:
+    """New tokens of a row in a round: a mean that fades."""
+
+    def __init__(self) -> None:
+        self._tokens, self._rounds = 5.0, 4.0
+
+    def add(self, num_tokens: int) -> None:
+        self._tokens, self._rounds = 0.95 * self._tokens + num_tokens, 0.95 * self._rounds + 1
+
+    @property
+    def mean(self) -> float:
+        return self._tokens / self._rounds
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What the rows do, the size of the pass, expected new tokens, and how many plain decoding has in that time."""
+
+    rows: list[RowPlan]
+    size: int
+    tokens: float
+    break_even: float
+
+    @property
+    def advantage(self) -> float:
+        return self.tokens / self.break_even
+
+    @property
+    def uses_drafter(self) -> bool:
+        return any(row.source == DRAFTER for row in self.rows)
+
+
+def _times(value: float, gains: list[float]) -> list[float]:
+    return gains if value == 1 else [value * gain for gain in gains]
+
+
+def _worth(gains: list[float], toll: float) -> float:
+    """What the best length brings where each token costs `toll`."""
+    return max(gain - toll * n for n, gain in enumerate(gains))
+
+
+def _at(gains: list[float], num_tokens: int) -> float:
+    """The gain of so many tokens, or of all there are."""
+    return gains[num_tokens] if num_tokens < len(gains) else gains[-1]

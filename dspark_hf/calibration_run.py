@@ -1,0 +1,99 @@
+"""The command that calibrates a drafter: opens the pair, runs the rounds, writes the file, says what it found."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from .benchmark.prompts import PROMPTS_FILE, read_prompts
+from .calibrating import FEW_BLOCKS, calibrate
+from .calibration import Calibration
+from .comparison import PairSettings, drafter_name, encode_prompt, load_pair, target_name
+from .figures import plot_reliability
+
+
+@dataclass
+class CalibrationSettings(PairSettings):
+    """Measure how far a drafter's confidences are to be trusted, and write temperatures that mend them."""
+
+    output: str | None = field(
+        default=None,
+        metadata={"help": "folder for dspark_calibration.json; default: the one of --drafter, if it is a folder"},
+    )
+    prompts: str | None = field(
+        default=None,
+        metadata={"help": "JSON lines with prompt, or turns; default: the 24 built-in ones, which are few"},
+    )
+    num_prompts: int | None = field(
+        default=None, metadata={"help": "how many prompts, evenly over the file; default: all"}
+    )
+    max_new_tokens: int = field(default=128, metadata={"help": "maximum number of new tokens per prompt"})
+    do_sample: bool = field(default=False, metadata={"help": "sample, as the drafter will be used"})
+    temperature: float = field(default=1.0, metadata={"help": "of sampling"})
+    seed: int = field(default=0, metadata={"help": "of sampling"})
+    plot: str | None = field(default=None, metadata={"help": "file for a reliability diagram (PNG); needs matplotlib"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.output is None and (self.drafter is None or not Path(self.drafter).is_dir()):
+            raise ValueError("--output is missing: --drafter is no folder that the file could go to")
+        for name in ("max_new_tokens", "num_prompts"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name} is {value}, expected at least 1")
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.output if self.output is not None else str(self.drafter))
+
+
+def run_calibration(settings: CalibrationSettings) -> Calibration:
+    """Runs `dspark-hf calibrate`."""
+    if settings.output is not None and not settings.folder.is_dir():
+        raise OSError(f"--output: {settings.output} is no folder")
+    prompts = read_prompts(Path(settings.prompts or PROMPTS_FILE))
+    if settings.num_prompts is not None and settings.num_prompts < len(prompts):
+        prompts = [prompts[i * len(prompts) // settings.num_prompts] for i in range(settings.num_prompts)]
+    pair = load_pair(settings)
+    calibration = calibrate(
+        pair.drafter,
+        pair.target,
+        [encode_prompt(pair, prompt.prompt)["input_ids"] for prompt in prompts],
+        max_new_tokens=settings.max_new_tokens,
+        do_sample=settings.do_sample,
+        temperature=settings.temperature,
+        seed=settings.seed,
+        progress=lambda inputs: iter(track(inputs, description="prompts")),
+    )
+    provenance = {
+        **calibration.provenance,
+        "target": target_name(pair.target, settings),
+        "drafter": drafter_name(settings),
+        "datasets": sorted({prompt.dataset for prompt in prompts}),
+    }
+    calibration = replace(calibration, provenance=provenance)
+    path = calibration.save(settings.folder)
+    console = Console()
+    console.print(table_of(calibration))
+    console.print("ECE, mean of all positions: {:.2%} before, {:.2%} after.".format(*calibration.ece))
+    if calibration.num_blocks["fit"] < FEW_BLOCKS:
+        console.print(f"Fitted to fewer than {FEW_BLOCKS} drafts: more prompts give temperatures that hold better.")
+    print(f"wrote {path}")
+    if settings.plot is not None:
+        plot_reliability(calibration, settings.plot)
+        print(f"wrote {settings.plot}")
+    return calibration
+
+
+def table_of(calibration: Calibration) -> Table:
+    """The report, a line per position."""
+    blocks = calibration.num_blocks
+    table = Table(title=f"Survival of drafts: fitted to {blocks['fit']}, reported on {blocks['report']} others")
+    for name in ("position", "temperature", "survival", "ECE before", "after", "Brier before", "after", "AUC"):
+        table.add_column(name, justify="right")
+    for p in calibration.positions:
+        errors = [f"{p.ece_before:.2%}", f"{p.ece_after:.2%}", f"{p.brier_before:.4f}", f"{p.brier_after:.4f}"]
+        table.add_row(str(p.position), f"{p.temperature:.2f}", f"{p.survival_rate:.1%}", *errors, f"{p.auc:.3f}")
+    return table

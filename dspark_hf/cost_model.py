@@ -1,0 +1,198 @@
+"""Prices of rounds in a file: measured once, for schedules that must not go by the clock of the running call.
+
+Without one, every call learns what its own rounds cost (`costs`). With one, `drafter.cost_model = model`, prices stand
+still: then the same seed and settings give the same sampled text, as with a schedule without prices.
+"""
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.constants import HF_HOME
+
+from .acceptance import DRAFTER
+from .costs import CostTable
+from .modeling_dspark import DSparkDrafter
+from .policies import ConstantSchedule
+from .scheduling import Plan, RowState, row_plan
+from .trace import Round
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds of the parts of a round.
+
+    Attributes:
+        place: what they hold for: device, dtypes, threads, models, versions.
+        context_length: tokens before the round in which they were measured.
+        passes: of the target's pass, and all of the round beside the draft, by rows and by draft tokens of all rows.
+        drafts: of a draft, by rows and by draft tokens of a row.
+    """
+
+    place: dict[str, Any]
+    context_length: int
+    passes: dict[int, dict[int, float]]
+    drafts: dict[int, dict[int, float]]
+
+    def table(self) -> CostTable:
+        """The prices as schedules read them; nothing is learned into it."""
+        return CostTable.fixed(self.passes, self.drafts)
+
+    def save(self, path: str | os.PathLike | None = None) -> Path:
+        """Writes the file; without a path, into the user's cache, under a name made of `place`."""
+        path = _cached(self.place) if path is None else Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        return path
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> "CostModel":
+        """Reads a file.
+
+        Raises:
+            OSError: there is none, or it is something else.
+        """
+        text = Path(path).read_text(encoding="utf-8")
+        try:
+            fields = json.loads(text)
+            passes, drafts = _numbers(fields["passes"]), _numbers(fields["drafts"])
+            if not all(0 in of_rows and min(of_rows.values()) > 0 for of_rows in passes.values()):
+                raise ValueError("a price is missing or not positive")
+            return cls(dict(fields["place"]), int(fields["context_length"]), passes, drafts)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise OSError(f"{path} holds no prices ({error}). Write it anew with `profile_costs`.") from error
+
+    @classmethod
+    def cached(cls, target: Any, drafter: DSparkDrafter) -> "CostModel | None":
+        """The prices that `save` left in the cache for this pair, where it stands now; `None` without any."""
+        path = _cached(place_of(target, drafter))
+        return cls.load(path) if path.is_file() else None
+
+    def differences(self, target: Any, drafter: DSparkDrafter) -> dict[str, tuple[Any, Any]]:
+        """In what a pair differs from the one of these prices: here and there, by name; empty if they hold for it."""
+        here = place_of(target, drafter)
+        return {name: (self.place.get(name), value) for name, value in here.items() if self.place.get(name) != value}
+
+
+def place_of(target: Any, drafter: DSparkDrafter) -> dict[str, Any]:
+    """What prices depend on."""
+    device = target.device
+    config = target.config.get_text_config(decoder=True)
+    return {
+        "device": _device_name(device),
+        "threads": torch.get_num_threads() if device.type == "cpu" else None,
+        "target": f"{type(target).__name__}, {config.num_hidden_layers} layers of {config.hidden_size}",
+        "target_dtype": str(target.dtype),
+        "attention": str(config._attn_implementation),
+        "drafter": f"{drafter.config.num_hidden_layers} layers of {drafter.config.hidden_size}",
+        "drafter_dtype": str(drafter.dtype),
+        "block_size": drafter.config.block_size,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return str(device)
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} cores"
+
+
+def _numbers(part: dict[str, dict[str, float]]) -> dict[int, dict[int, float]]:
+    # JSON knows strings only as keys.
+    return {int(rows): {int(n): float(seconds) for n, seconds in of.items()} for rows, of in part.items()}
+
+
+class _Sweep(ConstantSchedule):
+    """Every number of draft tokens in turn, the same for all rows, then again."""
+
+    num_rounds = 0
+
+    def plan(self, rows: Sequence[RowState]) -> Plan:
+        most = self._settings.num_assistant_tokens
+        length = self.num_rounds % (1 + most)
+        self.num_rounds += 1
+        return Plan([row_plan(DRAFTER, min(length, row.room)) for row in rows], "profiling")
+
+
+def profile_costs(
+    target: Any,
+    drafter: DSparkDrafter,
+    *,
+    batch_sizes: Sequence[int] = (1,),
+    context_length: int = 256,
+    repeats: int = 7,
+    seed: int = 0,
+) -> CostModel:
+    """Measures what rounds of a pair cost, by decoding a random text with drafts of every length in turn.
+
+    A few seconds for each batch size, on an otherwise idle machine.
+
+    Args:
+        batch_sizes: rows of the passes that are measured; others are taken from the nearest.
+        context_length: tokens of the prompts. Prices grow with it, nearly all at the same pace, and only their ratios
+            count.
+        repeats: of each length; the median counts.
+        seed: of the random prompts.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+    if not batch_sizes or min(batch_sizes) < 1 or context_length < 1 or repeats < 1:
+        raise ValueError("`batch_sizes`, `context_length` and `repeats` must hold numbers from 1 on.")
+    num_lengths = 1 + drafter.config.num_draft_tokens
+    vocab_size = target.config.get_text_config(decoder=True).vocab_size
+    generator = torch.Generator().manual_seed(seed)
+    passes: dict[int, dict[int, float]] = {}
+    drafts: dict[int, dict[int, float]] = {}
+    for num_rows in sorted(set(batch_sizes)):
+        input_ids = torch.randint(vocab_size, (num_rows, context_length), generator=generator).to(target.device)
+        rounds: list[Round] = []
+        # The first turn does not count: the first pass of each size pays for what happens once.
+        while len(rounds) < (repeats + 1) * num_lengths:
+            num_tokens = (repeats + 1) * num_lengths
+            with drafter.trace() as trace:
+                target.generate(
+                    input_ids=input_ids,
+                    attention_mask=torch.ones_like(input_ids),
+                    min_new_tokens=num_tokens,
+                    max_new_tokens=num_tokens,
+                    do_sample=False,
+                    num_beams=1,
+                    assistant_model=drafter,
+                    num_assistant_tokens_schedule=_Sweep,
+                )
+            # Where the room ran out, drafts are cut and rows gone.
+            rounds += [one for one in trace.rounds if len(one.rows) == num_rows and _is_even(one)]
+        passes[num_rows], drafts[num_rows] = _medians(rounds[num_lengths:], num_rows)
+    return CostModel(place_of(target, drafter), context_length, passes, drafts)
+
+
+def _is_even(one: Round) -> bool:
+    return len({len(proposed) for proposed, _, _ in one.per_row()}) == 1
+
+
+def _medians(rounds: list[Round], num_rows: int) -> tuple[dict[int, float], dict[int, float]]:
+    """Median seconds of passes by their size, and of drafts by their length."""
+    by_length: dict[int, list[Round]] = {}
+    for one in rounds:
+        proposed, _, _ = next(one.per_row())
+        by_length.setdefault(len(proposed), []).append(one)
+    lengths = sorted(by_length)
+    passes = {num_rows * n: median(r.seconds - r.draft_seconds for r in by_length[n]) for n in lengths}
+    return passes, {n: median(r.draft_seconds for r in by_length[n]) for n in lengths if n}
+
+
+def _cached(place: dict[str, Any]) -> Path:
+    name = hashlib.sha256(json.dumps(place, sort_keys=True).encode()).hexdigest()[:16]
+    return Path(HF_HOME) / "dspark_hf" / "costs" / f"{name}.json"

@@ -1,0 +1,242 @@
+"""Calibration: numbers against hand-made cases, the fit against a head that is off, the file, and the real rounds."""
+
+import json
+import math
+import random
+
+import kit
+import pytest
+import torch
+
+from dspark_hf import DSparkDrafter, UnsupportedGenerationError
+from dspark_hf.calibrating import calibrate
+from dspark_hf.calibration import (
+    CALIBRATION_NAME,
+    Calibration,
+    area_under_roc,
+    expected_calibration_error,
+    fit_temperatures,
+    reliability,
+    report,
+)
+
+
+def tensor(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def blocks_of(true_temperatures, num_blocks, seed=0):
+    """Logits of a head that is off by these temperatures, and what becomes of its drafts."""
+    rng = random.Random(seed)
+    logits, accepted = [], []
+    for _ in range(num_blocks):
+        honest = [rng.gauss(1.0, 1.5) for _ in true_temperatures]
+        logits.append([z * t for z, t in zip(honest, true_temperatures, strict=True)])
+        count = 0
+        while count < len(honest) and rng.random() < 1 / (1 + math.exp(-honest[count])):
+            count += 1
+        accepted.append(count)
+    return torch.tensor(logits, dtype=torch.float64), torch.tensor(accepted)
+
+
+class TestNumbers:
+    def test_error_of_two_bins(self):
+        predicted, came_true = tensor(0.1, 0.1, 0.9, 0.9), tensor(0, 1, 1, 1)
+        assert expected_calibration_error(predicted, came_true, 2) == pytest.approx((2 * 0.4 + 2 * 0.1) / 4)
+
+    def test_what_comes_true_as_often_as_predicted_has_no_error(self):
+        assert expected_calibration_error(tensor(0.25, 0.25, 0.25, 0.25), tensor(1, 0, 0, 0)) == pytest.approx(0)
+        assert expected_calibration_error(tensor(1.0, 0.0), tensor(1, 0)) == 0
+
+    def test_errors_of_both_signs_cancel_within_a_bin_only(self):
+        assert expected_calibration_error(tensor(0.4, 0.4), tensor(0, 1), 1) == pytest.approx(0.1)
+        assert expected_calibration_error(tensor(0.4, 0.6), tensor(1, 0), 2) == pytest.approx(0.6)
+
+    def test_curve(self):
+        curve = reliability(tensor(0.1, 0.3, 0.9, 1.0), tensor(0, 1, 1, 1), 2)
+        assert curve.count == [2, 2]
+        assert curve.predicted == pytest.approx([0.2, 0.95])
+        assert curve.observed == pytest.approx([0.5, 1.0])
+        assert reliability(tensor(0.1), tensor(1.0), 2).predicted == [pytest.approx(0.1), 0.0]
+
+    @pytest.mark.parametrize(
+        ("scores", "came_true", "expected"),
+        [
+            ((1, 2, 3, 4), (0, 0, 1, 1), 1.0),
+            ((1, 2, 3, 4), (1, 1, 0, 0), 0.0),
+            ((1, 1, 1, 1), (1, 0, 1, 0), 0.5),
+            ((1, 2, 2, 3), (0, 0, 1, 1), 3.5 / 4),
+        ],
+    )
+    def test_area(self, scores, came_true, expected):
+        assert area_under_roc(tensor(*scores), tensor(*came_true)) == pytest.approx(expected)
+
+    def test_there_is_no_area_without_both_outcomes(self):
+        assert math.isnan(area_under_roc(tensor(1, 2), tensor(1, 1)))
+        assert math.isnan(area_under_roc(tensor(), tensor()))
+
+
+class TestFit:
+    TRUE = (0.5, 2.0, 3.0)
+
+    def test_the_temperatures_of_a_head_that_is_off_are_found(self):
+        assert fit_temperatures(*blocks_of(self.TRUE, 30_000)) == pytest.approx(self.TRUE, rel=0.25)
+
+    def test_errors_shrink_on_blocks_that_the_fit_did_not_see(self):
+        temperatures = fit_temperatures(*blocks_of(self.TRUE, 30_000))
+        for position in report(*blocks_of(self.TRUE, 30_000, seed=1), temperatures):
+            assert position.ece_before > 0.04
+            assert position.ece_after < 0.012
+            assert position.brier_after < position.brier_before
+            assert position.auc > 0.7
+
+    def test_an_honest_head_is_left_alone(self):
+        assert fit_temperatures(*blocks_of((1.0, 1.0, 1.0), 30_000)) == pytest.approx([1, 1, 1], rel=0.25)
+
+    def test_without_anything_to_tell_them_apart_the_temperature_is_one(self):
+        assert fit_temperatures(torch.zeros(10, 2), torch.tensor([2, 0] * 5)) == [1.0, 1.0]
+
+    def test_what_the_report_counts(self):
+        first, second = report(torch.zeros(4, 2), torch.tensor([0, 1, 2, 2]), [1.0, 1.0])
+        assert (first.num_reached, second.num_reached) == (4, 3)
+        assert (first.survival_rate, second.survival_rate) == (0.75, 0.5)
+        # Both say 0.5, then 0.25.
+        assert first.ece_before == pytest.approx(0.25) and second.ece_before == pytest.approx(0.25)
+
+
+class TestFile:
+    def calibration(self) -> Calibration:
+        temperatures = [1.5, 0.75, 2.0]
+        return Calibration(temperatures, report(*blocks_of((1, 1, 1), 50), temperatures), {"fit": 5}, {"target": "t"})
+
+    def test_it_comes_back_as_it_was(self, tmp_path):
+        calibration = self.calibration()
+        assert calibration.save(tmp_path).name == CALIBRATION_NAME
+        assert Calibration.load(tmp_path) == calibration
+
+    def test_areas_that_do_not_exist_come_back_too(self, tmp_path):
+        positions = report(torch.zeros(3, 1), torch.tensor([1, 1, 1]), [1.0])
+        Calibration([1.0], positions).save(tmp_path)
+        assert math.isnan(Calibration.load(tmp_path).positions[0].auc)
+
+    def test_a_folder_without_one_has_none(self, tmp_path):
+        assert Calibration.load(tmp_path) is None
+
+    @pytest.mark.parametrize("text", ["no json", "[]", "{}", '{"temperatures": [0]}', '{"temperatures": ["1"]}'])
+    def test_something_else_is_refused_with_its_path(self, tmp_path, text):
+        (tmp_path / CALIBRATION_NAME).write_text(text)
+        with pytest.raises(OSError, match=rf"{CALIBRATION_NAME} is not a calibration .*dspark-hf calibrate"):
+            Calibration.load(tmp_path)
+
+    def test_a_drafter_brings_its_own(self, tmp_path):
+        drafter = kit.new_drafter()
+        drafter.calibration = Calibration([2.0] * drafter.config.num_draft_tokens)
+        drafter.save_pretrained(tmp_path)
+        assert DSparkDrafter.from_pretrained(tmp_path).calibration == drafter.calibration
+        (tmp_path / CALIBRATION_NAME).unlink()
+        assert DSparkDrafter.from_pretrained(tmp_path).calibration is None
+
+    def test_one_of_another_drafter_is_refused(self, tmp_path):
+        drafter = kit.new_drafter()
+        drafter.save_pretrained(tmp_path)
+        Calibration([2.0]).save(tmp_path)
+        with pytest.raises(OSError, match="has 1 temperatures, but the drafter proposes 4 tokens"):
+            DSparkDrafter.from_pretrained(tmp_path)
+
+
+class TestConfidence:
+    def test_each_position_has_its_temperature(self):
+        drafter = kit.new_drafter()
+        states, previous = torch.randn(2, 4, 32), torch.randint(50, (2, 4))
+        raw = torch.logit(drafter.confidence(states, previous).double())
+        drafter.calibration = Calibration([0.5, 1.0, 2.0, 4.0])
+        whole = drafter.confidence(states, previous)
+        torch.testing.assert_close(whole.double(), torch.sigmoid(raw / tensor(0.5, 1, 2, 4)), rtol=1e-5, atol=1e-6)
+        for k in range(4):
+            one = drafter.confidence(states[:, k : k + 1], previous[:, k : k + 1], k)
+            torch.testing.assert_close(one, whole[:, k : k + 1])
+
+    def test_generation_goes_by_it(self):
+        """What every position says is halved, so a threshold cuts where it did not before; the text stays."""
+        model, plain = kit.target(), kit.continuation(kit.target(), kit.PROMPT, 12)
+
+        def confidences(temperature: float) -> list[float]:
+            drafter = kit.new_drafter()
+            drafter.calibration = Calibration([temperature] * 4)
+            with drafter.trace() as trace:
+                output = model.generate(
+                    **kit.inputs(),
+                    max_new_tokens=12,
+                    do_sample=False,
+                    assistant_model=drafter,
+                    num_assistant_tokens_schedule="constant",
+                )
+            assert output[0, len(kit.PROMPT) :].tolist() == plain
+            return [c for r in trace.rounds for c in r.confidence or []]
+
+        sure, unsure = confidences(0.1), confidences(10.0)
+        assert len(sure) == len(unsure) > 3
+        assert max(abs(c - 0.5) for c in unsure) < 0.2 < max(abs(c - 0.5) for c in sure)
+
+
+class TestCalibrate:
+    def run(self, drafter=None, **settings) -> Calibration:
+        prompts = [kit.PROMPT[i:] for i in range(6)]
+        settings = {"max_new_tokens": 24, **settings}
+        return calibrate(drafter or kit.new_drafter(), kit.target(), prompts, **settings)
+
+    @pytest.mark.parametrize("do_sample", [False, True])
+    def test_real_rounds(self, do_sample):
+        state = torch.get_rng_state()
+        calibration = self.run(do_sample=do_sample)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert len(calibration.temperatures) == len(calibration.positions) == 4
+        assert calibration.num_blocks["fit"] > 10 and calibration.num_blocks["report"] > 10
+        assert calibration.positions[0].num_reached == calibration.num_blocks["report"]
+        assert calibration.provenance["decoding"].startswith("sampling" if do_sample else "greedy")
+        again = self.run(do_sample=do_sample)
+        assert (again.temperatures, again.num_blocks) == (calibration.temperatures, calibration.num_blocks)
+
+    def test_blocks_are_those_of_the_trace(self):
+        """An oracle that is wrong at position 2 of every other draft: half the drafts end there."""
+        drafter, prompt = kit.new_drafter(), kit.PROMPT
+        answer = kit.continuation(kit.target(), prompt, 24)
+        with kit.knowing(answer, len(prompt), wrong_at=2):
+            calibration = calibrate(drafter, kit.target(), [prompt, prompt], max_new_tokens=24)
+        first, second, third, _ = (position.survival_rate for position in calibration.positions)
+        assert first == second == 1.0
+        assert 0.3 < third < 0.8
+
+    def test_a_calibration_that_is_on_already_is_seen_through(self):
+        drafter = kit.new_drafter()
+        fresh = self.run(drafter)
+        drafter.calibration = Calibration([3.0, 0.5, 1.0, 2.0])
+        again = self.run(drafter)
+        assert again.temperatures == pytest.approx(fresh.temperatures)
+        assert drafter.calibration.temperatures == [3.0, 0.5, 1.0, 2.0]
+
+    def test_texts_need_a_tokenizer(self):
+        with pytest.raises(ValueError, match="pass the target's `tokenizer`"):
+            calibrate(kit.new_drafter(), kit.target(), ["a", "b"])
+
+    def test_texts(self):
+        calibration = calibrate(kit.new_drafter(), kit.target(), ["x y z"] * 2, kit.tokenizer(), max_new_tokens=24)
+        assert calibration.num_blocks["fit"] == calibration.num_blocks["report"] > 0
+
+    @pytest.mark.parametrize(
+        ("settings", "message"), [({"held_out": 1}, "`held_out` is 1"), ({"max_new_tokens": 2}, "Only 0 full drafts")]
+    )
+    def test_wrong_settings(self, settings, message):
+        with pytest.raises(ValueError, match=message):
+            self.run(**settings)
+        with pytest.raises(ValueError, match="`prompts` holds 1 prompts"):
+            calibrate(kit.new_drafter(), kit.target(), [kit.PROMPT])
+
+    def test_a_drafter_without_the_head_is_refused(self):
+        with pytest.raises(UnsupportedGenerationError, match=r"no confidence head.*'entropy'"):
+            self.run(kit.new_drafter(enable_confidence_head=False))
+
+    def test_the_file_is_plain_json(self, tmp_path):
+        self.run().save(tmp_path)
+        fields = json.loads((tmp_path / CALIBRATION_NAME).read_text())
+        assert set(fields) == {"temperatures", "positions", "num_blocks", "provenance"}

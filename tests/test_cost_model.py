@@ -1,0 +1,136 @@
+"""Prices in a file: measured by real rounds, refused elsewhere, and no clock in the decisions made by them."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import kit
+import pytest
+import torch
+
+from dspark_hf import cost_model
+from dspark_hf.cost_model import CostModel, place_of, profile_costs
+from dspark_hf.costs import CostTable, RoundCosts
+
+PASSES = {1: {0: 0.05, 1: 0.051, 2: 0.06, 3: 0.075, 4: 0.08}, 2: {0: 0.06, 4: 0.09}}
+DRAFTS = {1: {1: 0.005, 4: 0.008}}
+
+
+def model_of(target=None, drafter=None) -> CostModel:
+    return CostModel(place_of(target or kit.target(), drafter or kit.drafter()), 32, PASSES, DRAFTS)
+
+
+class TestTable:
+    def test_prices_are_those_of_the_file(self):
+        costs = RoundCosts(model_of().table())
+        assert costs.pass_seconds(1, 4) == pytest.approx(list(PASSES[1].values()))
+        assert costs.num_plain(1) > 0 and costs.is_measured(1, 3)
+        assert costs.pass_seconds(2, 4)[::4] == pytest.approx([0.06, 0.09], rel=0.05)
+        base, slope = costs.draft_seconds(1)
+        assert base + slope == pytest.approx(0.005, rel=0.2) and base + 4 * slope == pytest.approx(0.008, rel=0.1)
+
+    def test_nothing_is_learned_into_it(self):
+        table = model_of().table()
+        costs = RoundCosts(table)
+        for _ in range(100):
+            costs.observe(1, 0, 0, 0, 9.0, None)
+            table.count_acceptance("drafter", [(0, True)])
+            table.count_ends(1, 1)
+        assert costs.pass_seconds(1, 4) == pytest.approx(list(PASSES[1].values()))
+        assert table.acceptance("drafter", 0) == (0, 0)
+        assert table.end_rate == CostTable().end_rate
+
+
+class TestFile:
+    def test_it_comes_back_as_it_was(self, tmp_path):
+        model = model_of()
+        assert CostModel.load(model.save(tmp_path / "costs.json")) == model
+
+    def test_the_cache_knows_pair_and_place(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(cost_model, "HF_HOME", str(tmp_path))
+        target, drafter = kit.target(), kit.drafter()
+        assert CostModel.cached(target, drafter) is None
+        path = model_of().save()
+        assert Path(tmp_path) in path.parents
+        assert CostModel.cached(target, drafter) == model_of()
+        assert CostModel.cached(target, kit.new_drafter(block_size=2)) is None
+
+    @pytest.mark.parametrize(
+        "text", ["no json", "[]", "{}", json.dumps({"place": {}, "context_length": 1, "passes": {}})]
+    )
+    def test_something_else_is_refused(self, tmp_path, text):
+        (tmp_path / "costs.json").write_text(text)
+        with pytest.raises(OSError, match=r"costs.json holds no prices .*profile_costs"):
+            CostModel.load(tmp_path / "costs.json")
+
+    @pytest.mark.parametrize("curve", [{"1": 0.05}, {"0": 0.0}, {"0": -1}])
+    def test_impossible_prices_are_refused(self, tmp_path, curve):
+        fields = {"place": {}, "context_length": 1, "passes": {"1": curve}, "drafts": {}}
+        (tmp_path / "costs.json").write_text(json.dumps(fields))
+        with pytest.raises(OSError, match="a price is missing or not positive"):
+            CostModel.load(tmp_path / "costs.json")
+
+
+class TestUse:
+    def generate(self, drafter, **settings):
+        torch.manual_seed(0)
+        call = {**kit.inputs(), "max_new_tokens": 24, "do_sample": True, "assistant_model": drafter}
+        with drafter.trace() as trace:
+            output = kit.target().generate(**call, **settings)
+        return output.tolist(), [(r.reason, r.proposed, r.accepted) for r in trace.rounds]
+
+    @pytest.mark.parametrize("schedule", ["auto", "hardware", "hardware-decoupled", "acceptance"])
+    def test_the_same_seed_gives_the_same_rounds_whatever_the_clock_says(self, schedule, monkeypatch):
+        drafter = kit.new_drafter()
+        drafter.cost_model = model_of(drafter=drafter)
+        settings = {"num_assistant_tokens_schedule": schedule}
+        first = self.generate(drafter, **settings)
+        real, rng = RoundCosts.observe, random.Random(0)
+
+        def observe(self: RoundCosts, **kwargs):
+            real(self, **{**kwargs, "seconds": rng.uniform(0, 9), "draft_seconds": rng.uniform(0, 9)})
+
+        monkeypatch.setattr(RoundCosts, "observe", observe)
+        assert self.generate(drafter, **settings) == first
+        assert len({len(proposed) for _, proposed, _ in first[1]}) > 1
+
+    def test_prices_of_another_place_are_refused_with_a_warning(self):
+        drafter = kit.new_drafter()
+        model = model_of(drafter=drafter)
+        drafter.cost_model = replace(model, place={**model.place, "threads": 77})
+        with pytest.warns(UserWarning, match=r"measured elsewhere \(threads: 77 there, .*profile_costs"):
+            self.generate(drafter)
+
+
+class TestProfile:
+    @pytest.mark.parametrize("num_draft_tokens", [1, 4])
+    def test_every_length_is_measured(self, num_draft_tokens):
+        drafter = kit.new_drafter(block_size=num_draft_tokens)
+        model = profile_costs(kit.target(), drafter, batch_sizes=(1, 3), context_length=20, repeats=2)
+        for num_rows in (1, 3):
+            assert sorted(model.passes[num_rows]) == [num_rows * n for n in range(num_draft_tokens + 1)]
+            assert sorted(model.drafts[num_rows]) == list(range(1, num_draft_tokens + 1))
+            assert all(0 < seconds < 5 for seconds in model.passes[num_rows].values())
+        assert model.differences(kit.target(), drafter) == {}
+        assert "block_size" in model.differences(kit.target(), kit.new_drafter(block_size=2))
+
+    def test_it_can_be_used_at_once(self):
+        drafter = kit.new_drafter()
+        drafter.cost_model = profile_costs(kit.target(), drafter, context_length=20, repeats=1)
+        answer = kit.continuation(kit.target(), kit.PROMPT, 12)
+        output = kit.target().generate(
+            **kit.inputs(),
+            max_new_tokens=12,
+            do_sample=False,
+            assistant_model=drafter,
+            num_assistant_tokens_schedule="hardware",
+        )
+        assert output[0, len(kit.PROMPT) :].tolist() == answer
+
+    @pytest.mark.parametrize(
+        "settings", [{"batch_sizes": ()}, {"batch_sizes": (0,)}, {"context_length": 0}, {"repeats": 0}]
+    )
+    def test_wrong_settings(self, settings):
+        with pytest.raises(ValueError, match="numbers from 1 on"):
+            profile_costs(kit.target(), kit.drafter(), **settings)
