@@ -39,7 +39,8 @@ def run_benchmark(settings: BenchmarkSettings, console: Console | None = None) -
         console.print(line, style="dim", markup=False, highlight=False)
     report = {
         "simulated_acceptance": settings.simulate_acceptance,
-        "settings": asdict(settings),
+        # Of its own file the name only: results are published.
+        "settings": asdict(settings) | ({"json": Path(settings.json).name} if settings.json is not None else {}),
         "environment": environment(models),
         "summary": summary,
         "comparisons": comparisons,
