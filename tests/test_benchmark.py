@@ -17,12 +17,13 @@ from transformers import AutoModelForCausalLM
 from dspark_hf.benchmark import BenchmarkSettings, run_benchmark
 from dspark_hf.benchmark.measuring import CaseMeasurer, CaseResult, Measurement, round_parts
 from dspark_hf.benchmark.memory import MemoryGrowth
-from dspark_hf.benchmark.methods import METHODS, Call
+from dspark_hf.benchmark.methods import METHODS, Call, find_method
 from dspark_hf.benchmark.models import Models, load_models
 from dspark_hf.benchmark.prompts import COPY_PROMPTS_FILE, PROMPTS_FILE, Prompt, make_cases, read_prompts
 from dspark_hf.benchmark.random_models import random_drafter, random_target
 from dspark_hf.benchmark.summary import compare_rivals, growth_against_context, spread, summarize
 from dspark_hf.benchmark.tables import WIDTH, make_tables
+from dspark_hf.policies import SCHEDULES
 from dspark_hf.simulation import SimulatedDecoding, SimulatedProposals
 from dspark_hf.trace import Round
 
@@ -66,6 +67,32 @@ def run(settings: BenchmarkSettings) -> tuple[dict[str, Any], str]:
 def lone_group(report: dict[str, Any]) -> dict[str, Any]:
     (methods,) = report["summary"].values()
     return methods
+
+
+class TestMethodNames:
+    def arguments(self, name: str) -> dict[str, Any]:
+        return find_method(name).arguments(Call("the drafter", num_assistant_tokens=6))
+
+    def test_every_schedule_is_a_method_with_a_length_or_a_threshold(self):
+        for schedule in SCHEDULES:
+            found = self.arguments(f"dspark-{schedule}")
+            assert found["num_assistant_tokens_schedule"] == schedule
+            assert found["num_assistant_tokens"] == 6
+        assert self.arguments("dspark-constant:3")["num_assistant_tokens"] == 3
+        assert self.arguments("dspark-confidence:0.25")["assistant_confidence_threshold"] == 0.25
+        assert find_method("plain") is METHODS["plain"]
+
+    @pytest.mark.parametrize("name", ["dspark-sometimes", "constant:3", "", "plain:3"])
+    def test_others_are_refused_with_the_names(self, name):
+        with pytest.raises(ValueError, match=r"which is none of plain, .*dspark-hardware"):
+            find_method(name)
+        with pytest.raises(ValueError, match="--methods names"):
+            BenchmarkSettings(methods=[name])
+
+    @pytest.mark.parametrize("name", ["dspark-constant:many", "dspark-confidence:0.x"])
+    def test_a_value_that_is_no_number_is_named(self, name):
+        with pytest.raises(ValueError, match="is no number of draft tokens and no threshold"):
+            find_method(name)
 
 
 class TestPrompts:

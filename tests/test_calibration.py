@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import sys
 
 import kit
 import pytest
@@ -19,6 +20,9 @@ from dspark_hf.calibration import (
     reliability,
     report,
 )
+from dspark_hf.calibration_run import CalibrationSettings
+from dspark_hf.cli import main
+from dspark_hf.figures import plot_reliability
 
 
 def tensor(*values):
@@ -240,3 +244,62 @@ class TestCalibrate:
         self.run().save(tmp_path)
         fields = json.loads((tmp_path / CALIBRATION_NAME).read_text())
         assert set(fields) == {"temperatures", "positions", "num_blocks", "provenance"}
+
+
+class TestCommand:
+    @pytest.fixture
+    def pair(self, tmp_path) -> list[str]:
+        for name in ("target", "drafter"):
+            (tmp_path / name).mkdir()
+        model = kit.new_target()
+        model.generation_config.eos_token_id = None
+        model.generation_config.pad_token_id = 0
+        model.save_pretrained(tmp_path / "target")
+        kit.tokenizer().save_pretrained(tmp_path / "target")
+        kit.new_drafter().save_pretrained(tmp_path / "drafter")
+        prompts = tmp_path / "prompts.jsonl"
+        prompts.write_text("".join(json.dumps({"turns": [f"x y z {i}"]}) + "\n" for i in range(6)))
+        names = {"target": tmp_path / "target", "drafter": tmp_path / "drafter", "prompts": prompts}
+        arguments = [part for name, path in names.items() for part in (f"--{name}", str(path))]
+        return ["calibrate", *arguments, "--dtype", "float32", "--device", "cpu", "--max-new-tokens", "24"]
+
+    def test_the_file_goes_beside_the_drafter(self, pair, tmp_path, capsys):
+        assert main([*pair, "--num-prompts", "4"]) == 0
+        drafter = DSparkDrafter.from_pretrained(tmp_path / "drafter")
+        assert drafter.calibration.provenance["num_prompts"] == 4
+        assert drafter.calibration.provenance["datasets"] == ["prompts"]
+        printed = capsys.readouterr().out
+        assert (
+            "ECE, mean of all positions" in printed and f"wrote {tmp_path / 'drafter' / CALIBRATION_NAME}" in printed
+        )
+
+    def test_elsewhere_and_with_a_figure(self, pair, tmp_path):
+        pytest.importorskip("matplotlib")
+        (tmp_path / "out").mkdir()
+        assert main([*pair, "--output", str(tmp_path / "out"), "--plot", str(tmp_path / "reliability.png")]) == 0
+        assert (tmp_path / "out" / CALIBRATION_NAME).is_file()
+        assert (tmp_path / "reliability.png").read_bytes()[:4] == b"\x89PNG"
+
+    def test_a_folder_that_is_not_there(self, pair, tmp_path, capsys):
+        assert main([*pair, "--output", str(tmp_path / "nowhere")]) == 1
+        assert "is no folder" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [({}, "--output is missing"), ({"output": ".", "max_new_tokens": 0}, "--max_new_tokens is 0")],
+    )
+    def test_wrong_settings(self, settings, message):
+        with pytest.raises(ValueError, match=message):
+            CalibrationSettings(**settings)
+
+
+class TestFigure:
+    def test_a_calibration_without_a_report_has_nothing_to_draw(self, tmp_path):
+        with pytest.raises(ValueError, match="carries no report"):
+            plot_reliability(Calibration([1.0]), tmp_path / "figure.png")
+
+    def test_without_matplotlib_the_package_is_named(self, tmp_path, monkeypatch):
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        calibration = Calibration([1.0], report(torch.zeros(4, 1), torch.tensor([0, 1, 1, 0]), [1.0]))
+        with pytest.raises(ImportError, match=r"pip install \"dspark-hf\[plot\]\""):
+            plot_reliability(calibration, tmp_path / "figure.png")
