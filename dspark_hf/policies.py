@@ -222,8 +222,11 @@ _DEFAULT_THRESHOLD = 0.4
 
 def new_schedule(settings: DraftLength, table: CostTable, pads_rows: bool = False) -> Schedule:
     """The schedule of one call, by its name in the settings; the arguments are those of a [`Schedule`]."""
-    kind = SCHEDULES[settings.schedule] if isinstance(settings.schedule, str) else settings.schedule
-    return kind(settings, table, pads_rows)
+    return _kind(settings.schedule)(settings, table, pads_rows)
+
+
+def _kind(schedule: str | type[Schedule]) -> type[Schedule]:
+    return SCHEDULES[schedule] if isinstance(schedule, str) else schedule
 
 
 def resolve_draft_length(
@@ -277,7 +280,7 @@ def resolve_draft_length(
             f"`assistant_confidence_threshold` is {threshold}, but this drafter has no confidence head. "
             "Set it to 0 or leave it out."
         )
-    lookup = _first_given(lookup_tokens, (schedule if is_own else SCHEDULES[schedule]).LOOKUP_TOKENS)
+    lookup = _first_given(lookup_tokens, _kind(schedule).LOOKUP_TOKENS)
     if not _is_integer(lookup) or lookup < 0:
         raise UnsupportedGenerationError(
             f"`prompt_lookup_num_tokens` is {lookup!r}, expected an integer of at least 0 (off)."
