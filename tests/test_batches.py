@@ -38,9 +38,11 @@ from dspark_hf import (
     candidate_generator,
     committing,
     generation,
+    policies,
 )
 from dspark_hf._compat import CACHE_NAME
 from dspark_hf.candidate_generator import Draft, DSparkCandidateGenerator
+from dspark_hf.cost_model import CostModel, place_of
 from dspark_hf.policies import ConstantSchedule
 from dspark_hf.scheduling import Gate, Plan, RowPlan
 from dspark_hf.vocabulary import DraftVocabularyMap
@@ -693,6 +695,48 @@ class TestUneven:
                     num_compared += 1
                 place += new
             assert num_compared > 1
+
+
+class TestPolicies:
+    """Every schedule, for one row and for many, padded or not: the text stays, drafts are accepted and rejected."""
+
+    def assistant(self, num_rows: int) -> DSparkDrafter:
+        """A drafter with prices that do not go by the clock: a full draft for every row costs a fifth more."""
+        assistant = kit.new_drafter()
+        passes, drafts = {num_rows: {0: 0.05, num_rows * BLOCK: 0.06}}, {num_rows: {1: 0.002, BLOCK: 0.003}}
+        assistant.cost_model = CostModel(place_of(target(), assistant), 40, passes, drafts)
+        return assistant
+
+    @pytest.mark.parametrize("is_padded", [False, True], ids=["unpadded", "padded"])
+    @pytest.mark.parametrize("num_rows", [1, 3, 8])
+    @pytest.mark.parametrize("policy", policies.SCHEDULES)
+    def test_texts(self, policy: str, num_rows: int, is_padded: bool, monkeypatch: pytest.MonkeyPatch):
+        if is_padded:
+            monkeypatch.setattr(generation, "takes_unpadded", lambda target: False)
+        rows, texts, assistant = prompts(num_rows), answers(num_rows), self.assistant(num_rows)
+        call = {**batch(rows), "do_sample": False, "max_new_tokens": NUM_TOKENS, "prompt_lookup_num_tokens": 0}
+        accepted = rejected = 0
+        for wrong_at in STAGGERED:
+            with assistant.trace() as trace, knowing_rows(rows, texts, wrong_at):
+                settings = {"assistant_model": assistant, "num_assistant_tokens_schedule": policy}
+                if policy == "entropy":
+                    settings["assistant_confidence_threshold"] = 0.03  # a random drafter is never sure
+                output = target().generate(**call, **settings)
+            assert output[:, call["input_ids"].shape[1] :].tolist() == texts
+            for r in trace.rounds:
+                for proposed, kept, new in r.per_row():
+                    assert len(proposed) <= BLOCK
+                    accepted, rejected = accepted + kept, rejected + (new == kept + 1 <= len(proposed))
+        assert accepted > 0
+        assert rejected > 0
+
+    @pytest.mark.parametrize("policy", ["confidence", "hardware"])
+    def test_rows_stop_where_they_are_unsure(self, policy: str):
+        call = {**batch(prompts(3)), "do_sample": False, "max_new_tokens": NUM_TOKENS}
+        assistant = self.assistant(3)
+        with assistant.trace() as trace, knowing_rows(prompts(3), answers(3)):
+            target().generate(**call, assistant_model=assistant, num_assistant_tokens_schedule=policy)
+        assert any(len(set(map(len, r.proposed))) > 1 for r in trace.rounds)
 
 
 class TestAtOnce:
