@@ -19,6 +19,7 @@ from .calibration_run import CalibrationSettings, run_calibration
 from .comparison import PairSettings, load_pair
 from .demo import DemoSettings, run_demo
 from .errors import DSparkError
+from .profile_run import ProfileSettings, run_profile
 
 
 @dataclass
@@ -45,6 +46,11 @@ def _calibrate(settings: CalibrationSettings) -> int:
     return 0
 
 
+def _profile(settings: ProfileSettings) -> int:
+    run_profile(settings)
+    return 0
+
+
 def _check(settings: CheckSettings) -> int:
     pair = load_pair(settings)
     print(check_alignment(pair.target, pair.drafter, target_tokenizer=pair.tokenizer))
@@ -63,6 +69,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "demo": (DemoSettings, _demo),
     "bench": (BenchmarkSettings, _bench),
     "calibrate": (CalibrationSettings, _calibrate),
+    "profile": (ProfileSettings, _profile),
     "check": (CheckSettings, _check),
     "version": (VersionSettings, _version),
 }

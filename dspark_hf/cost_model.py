@@ -81,6 +81,29 @@ class CostModel:
         here = place_of(target, drafter)
         return {name: (self.place.get(name), value) for name, value in here.items() if self.place.get(name) != value}
 
+    def speed_ups(self, num_rows: int, acceptance: float) -> list[float]:
+        """Expected speed over plain decoding, of drafts of 0, 1, ... tokens for every row, by these prices.
+
+        A draft of n tokens brings tau = 1 + p + ... + p^n tokens a row, and lasts as long as the draft and the pass:
+        speed = tau / (T_draft / T_plain + T_pass / T_plain).
+
+        Args:
+            num_rows: rows of the batch; one of those that were measured.
+            acceptance: p, the chance that a draft token is accepted where those before it are.
+
+        Raises:
+            ValueError: `num_rows` was not measured, or `acceptance` is no chance.
+        """
+        if num_rows not in self.passes:
+            raise ValueError(f"No prices for {num_rows} rows, only for {', '.join(map(str, sorted(self.passes)))}.")
+        if not 0 <= acceptance <= 1:
+            raise ValueError(f"`acceptance` is {acceptance}, expected a chance from 0 to 1.")
+        passes, drafts = self.passes[num_rows], self.drafts.get(num_rows, {})
+        lengths = sorted(size // num_rows for size in passes)
+        tokens = [sum(acceptance**k for k in range(1 + n)) for n in lengths]
+        seconds = [passes[num_rows * n] + (drafts[n] if n else 0.0) for n in lengths]
+        return [passes[0] * tau / cost for tau, cost in zip(tokens, seconds, strict=True)]
+
 
 def place_of(target: Any, drafter: DSparkDrafter) -> dict[str, Any]:
     """What prices depend on."""

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from dspark_hf import cost_model
+from dspark_hf.cli import main
 from dspark_hf.cost_model import CostModel, place_of, profile_costs
 from dspark_hf.costs import CostTable, RoundCosts
+from dspark_hf.profile_run import ProfileSettings, advice
 
 PASSES = {1: {0: 0.05, 1: 0.051, 2: 0.06, 3: 0.075, 4: 0.08}, 2: {0: 0.06, 4: 0.09}}
 DRAFTS = {1: {1: 0.005, 4: 0.008}}
@@ -134,3 +136,62 @@ class TestProfile:
     def test_wrong_settings(self, settings):
         with pytest.raises(ValueError, match="numbers from 1 on"):
             profile_costs(kit.target(), kit.drafter(), **settings)
+
+
+class TestPlanner:
+    def test_speeds_are_tokens_over_seconds(self):
+        model = CostModel({}, 1, {1: {0: 0.04, 1: 0.05, 2: 0.06}}, {1: {1: 0.01, 2: 0.01}})
+        plain, one, two = model.speed_ups(1, 0.5)
+        assert plain == 1.0
+        assert one == pytest.approx(1.5 * 0.04 / 0.06)
+        assert two == pytest.approx(1.75 * 0.04 / 0.07)
+
+    def test_rows_of_a_batch_each_get_a_draft(self):
+        model = CostModel({}, 1, {4: {0: 0.04, 4: 0.05}}, {4: {1: 0.01}})
+        assert model.speed_ups(4, 1.0) == pytest.approx([1.0, 2 * 0.04 / 0.06])
+
+    @pytest.mark.parametrize(("num_rows", "acceptance"), [(3, 0.5), (1, 1.5), (1, -0.1)])
+    def test_what_is_not_known_or_no_chance_is_refused(self, num_rows, acceptance):
+        with pytest.raises(ValueError, match=r"No prices for 3 rows, only for 1, 2|expected a chance"):
+            model_of().speed_ups(num_rows, acceptance)
+
+    def test_advice(self):
+        model = CostModel({}, 1, {1: {0: 0.04, 1: 0.05}}, {1: {1: 0.02}})
+        assert advice(model, 1, 0.3) == "acceptance 0.3: no draft pays, decode plainly"
+        assert advice(model, 1, 0.9) == "acceptance 0.9: drafts of 1, expected speed x 1.09 of plain decoding"
+
+    def test_command(self, tmp_path, capsys):
+        model = kit.new_target()
+        model.generation_config.pad_token_id = 0
+        model.save_pretrained(tmp_path / "target")
+        kit.tokenizer().save_pretrained(tmp_path / "target")
+        kit.new_drafter().save_pretrained(tmp_path / "drafter")
+        file = tmp_path / "costs.json"
+        arguments = f"--target {tmp_path}/target --drafter {tmp_path}/drafter --dtype float32 --device cpu"
+        assert (
+            main(
+                [
+                    "profile",
+                    *arguments.split(),
+                    "--batch-size",
+                    "1",
+                    "2",
+                    "--context-length",
+                    "12",
+                    "--repeats",
+                    "1",
+                    "--output",
+                    str(file),
+                ]
+            )
+            == 0
+        )
+        assert sorted(CostModel.load(file).passes) == [1, 2]
+        assert "acceptance 0.9: " in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        "settings", [{"batch_size": [0]}, {"repeats": 0}, {"context_length": 0}, {"acceptance": [2]}]
+    )
+    def test_wrong_options(self, settings):
+        with pytest.raises(ValueError, match=r"^--"):
+            ProfileSettings(**settings)

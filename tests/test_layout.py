@@ -58,6 +58,7 @@ ORDER = [
     "benchmark",
     "figures",
     "calibration_run",
+    "profile_run",
     "cli",
 ]
 

@@ -1,0 +1,78 @@
+"""The command that measures prices: opens the pair, decodes with drafts of every length, says what pays."""
+
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.table import Table
+
+from .comparison import PairSettings, load_pair
+from .cost_model import CostModel, profile_costs
+
+
+@dataclass
+class ProfileSettings(PairSettings):
+    """Measure what passes and drafts cost here, keep it, and say which drafts pay."""
+
+    batch_size: list[int] = field(
+        default_factory=lambda: [1], metadata={"help": "rows of a pass, one or more numbers"}
+    )
+    context_length: int = field(default=256, metadata={"help": "tokens before the draft"})
+    repeats: int = field(default=7, metadata={"help": "measurements of each length; the median counts"})
+    acceptance: list[float] = field(
+        default_factory=lambda: [0.3, 0.5, 0.7, 0.9],
+        metadata={"help": "chances that a draft token is accepted, to say what pays at each"},
+    )
+    output: str | None = field(
+        default=None, metadata={"help": "file for the prices (JSON); default: the user's cache"}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, values in (("batch_size", self.batch_size), ("repeats", [self.repeats])):
+            if not values or min(values) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be 1 or more")
+        if self.context_length < 1:
+            raise ValueError(f"--context-length is {self.context_length}, it must be 1 or more")
+        if not all(0 <= chance <= 1 for chance in self.acceptance):
+            raise ValueError("--acceptance takes chances from 0 to 1")
+
+
+def run_profile(settings: ProfileSettings) -> CostModel:
+    """Runs `dspark-hf profile`."""
+    pair = load_pair(settings)
+    model = profile_costs(
+        pair.target,
+        pair.drafter,
+        batch_sizes=settings.batch_size,
+        context_length=settings.context_length,
+        repeats=settings.repeats,
+    )
+    console = Console()
+    for num_rows in sorted(model.passes):
+        console.print(_table(model, num_rows, settings))
+        for acceptance in settings.acceptance:
+            console.print(advice(model, num_rows, acceptance))
+    print(f"wrote {model.save(settings.output)}")
+    return model
+
+
+def advice(model: CostModel, num_rows: int, acceptance: float) -> str:
+    """The best length of all drafts at an acceptance, and what it brings."""
+    speeds = model.speed_ups(num_rows, acceptance)
+    best = max(range(len(speeds)), key=speeds.__getitem__)
+    if best == 0:
+        return f"acceptance {acceptance:g}: no draft pays, decode plainly"
+    return f"acceptance {acceptance:g}: drafts of {best}, expected speed x {speeds[best]:.2f} of plain decoding"
+
+
+def _table(model: CostModel, num_rows: int, settings: ProfileSettings) -> Table:
+    rows = "1 row" if num_rows == 1 else f"{num_rows} rows"
+    table = Table(title=f"{rows}, {model.context_length} tokens of context: milliseconds, and speed by acceptance")
+    for name in ("draft tokens", "pass", "draft", *(f"x at {chance:g}" for chance in settings.acceptance)):
+        table.add_column(name, justify="right")
+    speeds = [model.speed_ups(num_rows, chance) for chance in settings.acceptance]
+    for n, size in enumerate(sorted(model.passes[num_rows])):
+        draft = f"{1e3 * model.drafts[num_rows][n]:.1f}" if n else ""
+        pass_ms = f"{1e3 * model.passes[num_rows][size]:.1f}"
+        table.add_row(str(n), pass_ms, draft, *(f"{of_chance[n]:.2f}" for of_chance in speeds))
+    return table
