@@ -128,3 +128,48 @@ class TestPrometheus:
         monitor = AcceptanceMonitor()
         assert "dspark_hf_num_rounds 0" in monitor.prometheus().splitlines()
         assert monitor.prometheus().endswith("\n")
+
+
+class TestSummary:
+    """What the summary of a trace says about verification and about the confidences."""
+
+    def test_verified_tokens_and_rounds_without_a_draft(self):
+        summary = Trace([*rounds(3, 1).rounds, *plain(2).rounds]).summary()
+        assert summary.verified_per_round == 2.0
+        assert summary.rounds_without_draft == 0.5
+        assert math.isnan(summary.predicted_per_draft) and math.isnan(summary.accepted_per_draft)
+
+    def test_promise_and_outcome(self):
+        first = Round([7, 7], 2, [0.9, 0.5], 3)
+        second = Round([7], 0, [0.8, 0.1], 1)  # looked at a second position, which ended the draft
+        summary = Trace([first, second, *rounds(4).rounds]).summary()
+        assert summary.predicted_per_draft == pytest.approx((0.9 + 0.45 + 0.8) / 2)
+        assert summary.accepted_per_draft == 1.0
+
+    def test_a_draft_that_a_stop_cut_short_tells_nothing(self):
+        assert math.isnan(Trace([Round([7, 7], 1, [0.9, 0.5], 1)]).summary().predicted_per_draft)
+
+    def test_rows_of_a_batch(self):
+        one = Round([[7, 7], [], [7]], [2, 0, 1], [[0.5, 0.5], [], [1.0]], [3, 1, 2], rows=[0, 1, 2], is_batch=True)
+        summary = Trace([one]).summary()
+        assert summary.predicted_per_draft == pytest.approx((0.75 + 1.0) / 2)
+        assert summary.accepted_per_draft == 1.5
+        assert summary.rounds_without_draft == pytest.approx(1 / 3)
+
+    def test_nothing_at_all(self):
+        assert Trace().summary().verified_per_round == 0.0
+
+    def test_real_rounds(self):
+        drafter = kit.new_drafter()
+        with drafter.trace() as trace:
+            kit.target().generate(
+                **kit.inputs(),
+                max_new_tokens=24,
+                do_sample=False,
+                assistant_model=drafter,
+                num_assistant_tokens_schedule="constant",
+            )
+        summary = trace.summary()
+        assert 3 < summary.verified_per_round <= 4
+        assert 0 < summary.predicted_per_draft < 4
+        assert 0 <= summary.accepted_per_draft < 4
