@@ -418,7 +418,7 @@ class TestPolicies:
     # A token has to survive with a chance of a third, about.
     SLOPE = (1.0, 1.33, 1.66, 2.0)
 
-    @pytest.mark.parametrize("processors", ["no_processor", "top_k", "own_processor"])
+    @pytest.mark.parametrize("processors", ["top_k", "own_processor"])
     @pytest.mark.parametrize("policy", SCHEDULES)
     def test_the_law_is_that_of_plain_sampling(self, policy, processors, tree, monkeypatch):
         set_prices(monkeypatch, self.SLOPE)
