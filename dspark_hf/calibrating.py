@@ -11,7 +11,7 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from ._version import __version__
-from .calibration import Calibration, fit_temperatures, report
+from .calibration import Calibration, fit, report
 from .errors import UnsupportedGenerationError
 from .modeling_dspark import DSparkDrafter
 from .trace import Trace
@@ -32,13 +32,12 @@ class Blocks:
     logits: list[list[float]] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
 
-    def add(self, trace: Trace, num_draft_tokens: int, temperatures: Sequence[float]) -> None:
+    def add(self, trace: Trace, num_draft_tokens: int, calibration: Calibration | None) -> None:
         """Takes the full drafts of a trace; those that a stop cut short, or that the room did, tell nothing."""
-        scales = torch.tensor(temperatures, dtype=torch.float64)
         for confidence, accepted in (draft for one in trace.rounds for draft in one.drafts_with_confidence()):
             if len(confidence) == num_draft_tokens:
                 raw = torch.logit(torch.tensor(confidence, dtype=torch.float64), eps=1e-12)
-                self.logits.append((raw * scales).tolist())
+                self.logits.append((raw if calibration is None else calibration.undone(raw)).tolist())
                 self.accepted.append(accepted)
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,6 +51,7 @@ def calibrate(
     prompts: Sequence[str | Sequence[int] | torch.Tensor],
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
+    with_shifts: bool = True,
     held_out: int = 2,
     max_new_tokens: int = 128,
     do_sample: bool = False,
@@ -73,6 +73,7 @@ def calibrate(
         target: the model it drafts for.
         prompts: texts (a user's message each, put into the chat template where the tokenizer has one) or token ids.
         tokenizer: the target's; needed for texts.
+        with_shifts: fit a shift to each position beside its temperature; without, it is the method of the paper.
         held_out: every so-many-th prompt goes to the report, not to the fit; at least 2.
         max_new_tokens: of each prompt.
         do_sample: draw the tokens, at `temperature`. What is accepted differs from greedy decoding: calibrate for the
@@ -93,7 +94,6 @@ def calibrate(
     if held_out < 2:
         raise ValueError(f"`held_out` is {held_out}, expected at least 2: the fit needs prompts as well.")
     num_tokens = drafter.config.num_draft_tokens
-    known = drafter.calibration.temperatures if drafter.calibration is not None else [1.0] * num_tokens
     inputs = [_input_ids(prompt, tokenizer).to(target.device) for prompt in prompts]
     if len(inputs) < held_out:
         raise ValueError(f"`prompts` holds {len(inputs)} prompts, expected at least {held_out} (better, a hundred).")
@@ -115,16 +115,17 @@ def calibrate(
                     assistant_confidence_threshold=0.0,
                     **settings,
                 )
-            (reported if number % held_out == held_out - 1 else fitted).add(trace, num_tokens, known)
+            (reported if number % held_out == held_out - 1 else fitted).add(trace, num_tokens, drafter.calibration)
     if not fitted.accepted or not reported.accepted:
         raise ValueError(
             f"Only {len(fitted.accepted) + len(reported.accepted)} full drafts were verified: give more prompts, or a "
             "larger `max_new_tokens`."
         )
-    temperatures = fit_temperatures(*fitted.tensors())
+    temperatures, shifts = fit(*fitted.tensors(), with_shifts)
     return Calibration(
         temperatures=temperatures,
-        positions=report(*reported.tensors(), temperatures),
+        shifts=shifts,
+        positions=report(*reported.tensors(), temperatures, shifts),
         num_blocks={"fit": len(fitted.accepted), "report": len(reported.accepted)},
         provenance={
             "target": _public_name(target),

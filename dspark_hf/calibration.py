@@ -2,8 +2,11 @@
 
 The scheduler reads products of confidences, a_k = c_1 ... c_k, as the chance that a draft survives up to position k.
 Sequential temperature scaling (paper, section 3.3) makes them that: for position 1, 2, ... in turn it searches the
-temperature T_k of c_k = sigmoid(z_k / T_k) with which a_k is calibrated best, the positions before it fixed. A
-temperature keeps the order of the confidences of its position, so it changes no ranking within a position.
+temperature T_k of c_k = sigmoid(z_k / T_k) with which a_k is calibrated best, the positions before it fixed.
+
+A temperature cannot mend a head that is sure of one thing and asked about another: heads learn the acceptance of
+sampling, and greedy decoding accepts less often. So a shift b_k may be searched with it,
+c_k = sigmoid(z_k / T_k + b_k). Both keep the order of the confidences of their position: no ranking changes within it.
 
 Numbers and one file; `calibrating` runs the rounds that they come from.
 """
@@ -21,8 +24,10 @@ from transformers.utils import cached_file
 CALIBRATION_NAME = "dspark_calibration.json"
 
 NUM_BINS = 15
-# Temperatures of the search: 0.1 to 10, even in the logarithm, 1 among them.
+# Temperatures of the search: 0.1 to 10, even in the logarithm, 1 among them; with shifts, fewer of them.
 _GRID = torch.logspace(-1, 1, 201, dtype=torch.float64)
+_COARSE_GRID = torch.logspace(-1, 1, 41, dtype=torch.float64)
+_SHIFTS = torch.linspace(-3, 3, 61, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ class PositionReport:
 
     Attributes:
         position: from 1.
-        temperature: of the calibrated confidence.
+        temperature, shift: of the calibrated confidence.
         num_reached: blocks whose draft tokens before this position were all accepted.
         survival_rate: share of all blocks whose draft is accepted up to here.
         ece_before, ece_after: expected calibration error of the survival a_k, over all blocks.
@@ -61,6 +66,7 @@ class PositionReport:
     auc: float
     before: Reliability
     after: Reliability
+    shift: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,7 @@ class Calibration:
 
     Attributes:
         temperatures: T_1, T_2, ..., one per draft position; 1 changes nothing.
+        shifts: b_1, b_2, ..., as many; 0 changes nothing.
         positions: how good the confidences were and are, on blocks that the fit did not see.
         num_blocks: blocks of the fit, and of the report.
         provenance: target, prompts, decoding settings, versions: whatever helps to judge whether it applies.
@@ -78,11 +85,34 @@ class Calibration:
     positions: list[PositionReport] = field(default_factory=list)
     num_blocks: dict[str, int] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
+    shifts: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for temperature in self.temperatures:
-            if isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or not 0 < temperature < 1e6:
+            if not _is_number(temperature) or not 0 < temperature < 1e6:
                 raise ValueError(f"`temperatures` holds {temperature!r}, expected positive numbers, one per position.")
+        if not self.shifts:
+            object.__setattr__(self, "shifts", [0.0] * len(self.temperatures))
+        for shift in self.shifts:
+            if not _is_number(shift) or not -1e6 < shift < 1e6:
+                raise ValueError(f"`shifts` holds {shift!r}, expected numbers, one per position.")
+        if len(self.shifts) != len(self.temperatures):
+            raise ValueError(f"`shifts` has {len(self.shifts)} numbers, expected {len(self.temperatures)}.")
+
+    def applied(self, logits: torch.Tensor, position: int = 0) -> torch.Tensor:
+        """`[..., n]` logits of the head, of n draft positions from `position` on, to calibrated ones."""
+        numbers = [
+            torch.tensor(values[position : position + logits.shape[-1]], dtype=logits.dtype, device=logits.device)
+            for values in (self.temperatures, self.shifts)
+        ]
+        return logits / numbers[0] + numbers[1]
+
+    def undone(self, logits: torch.Tensor) -> torch.Tensor:
+        """Calibrated logits `[..., n]` of the first n positions to those of the head."""
+        temperatures, shifts = (
+            torch.tensor(values[: logits.shape[-1]], dtype=logits.dtype) for values in (self.temperatures, self.shifts)
+        )
+        return (logits - shifts) * temperatures
 
     @property
     def ece(self) -> tuple[float, float]:
@@ -134,43 +164,56 @@ class Calibration:
             positions=positions,
             num_blocks=dict(fields.get("num_blocks", {})),
             provenance=dict(fields.get("provenance", {})),
+            shifts=list(fields.get("shifts", [])),
         )
 
 
-def fit_temperatures(logits: torch.Tensor, accepted: torch.Tensor) -> list[float]:
+def fit(logits: torch.Tensor, accepted: torch.Tensor, with_shifts: bool = False) -> tuple[list[float], list[float]]:
     """Sequential temperature scaling.
 
     Args:
         logits: `[N, n]` of the confidence head, over the drafted tokens of each block.
         accepted: `[N]`, how many of them were accepted.
+        with_shifts: search shifts as well.
 
     Returns:
-        T_1, ..., T_n. Where errors are the same, the temperature nearest to 1.
+        T_1, ..., T_n and b_1, ..., b_n. Where errors are the same, those nearest to 1 and 0.
     """
-    logits, prefix, temperatures = logits.double(), torch.ones(len(logits), dtype=torch.float64), []
-    nearest_first = _GRID[_GRID.log().abs().argsort(stable=True)]
+    logits, prefix = logits.double(), torch.ones(len(logits), dtype=torch.float64)
+    grid = _COARSE_GRID if with_shifts else _GRID
+    scales = grid[grid.log().abs().argsort(stable=True)]
+    offsets = _SHIFTS[_SHIFTS.abs().argsort(stable=True)] if with_shifts else torch.zeros(1, dtype=torch.float64)
+    temperatures, shifts = [], []
     for k in range(logits.shape[1]):
         survived = (accepted > k).double()
-        candidates = prefix[:, None] * torch.sigmoid(logits[:, k, None] / nearest_first)
-        errors = torch.tensor([expected_calibration_error(c, survived) for c in candidates.T])
-        temperature = float(nearest_first[int(errors.argmin())])
-        temperatures.append(temperature)
-        prefix = prefix * torch.sigmoid(logits[:, k] / temperature)
-    return temperatures
+        best = (float("inf"), 1.0, 0.0)
+        for shift in offsets.tolist():
+            candidates = prefix[:, None] * torch.sigmoid(logits[:, k, None] / scales + shift)
+            for temperature, predicted in zip(scales.tolist(), candidates.T, strict=True):
+                error = expected_calibration_error(predicted, survived)
+                if error < best[0] - 1e-12:
+                    best = error, temperature, shift
+        temperatures.append(best[1])
+        shifts.append(best[2])
+        prefix = prefix * torch.sigmoid(logits[:, k] / best[1] + best[2])
+    return temperatures, shifts
 
 
-def report(logits: torch.Tensor, accepted: torch.Tensor, temperatures: Sequence[float]) -> list[PositionReport]:
-    """How good confidences are with these temperatures and without; arguments as for `fit_temperatures`."""
+def report(
+    logits: torch.Tensor, accepted: torch.Tensor, temperatures: Sequence[float], shifts: Sequence[float] | None = None
+) -> list[PositionReport]:
+    """How good confidences are with these numbers and without; arguments as for `fit`."""
     logits, positions = logits.double(), []
-    scales = torch.tensor(temperatures, dtype=torch.float64)
-    raw, scaled = torch.sigmoid(logits).cumprod(1), torch.sigmoid(logits / scales).cumprod(1)
+    calibration = Calibration(list(temperatures), shifts=list(shifts or []))
+    raw, mended = torch.sigmoid(logits).cumprod(1), torch.sigmoid(calibration.applied(logits)).cumprod(1)
     for k, temperature in enumerate(temperatures):
         survived, reached = (accepted > k).double(), accepted >= k
-        before, after = raw[:, k], scaled[:, k]
+        before, after = raw[:, k], mended[:, k]
         positions.append(
             PositionReport(
                 position=1 + k,
                 temperature=float(temperature),
+                shift=float(calibration.shifts[k]),
                 num_reached=int(reached.sum()),
                 survival_rate=float(survived.mean()),
                 ece_before=expected_calibration_error(before, survived),
@@ -183,6 +226,10 @@ def report(logits: torch.Tensor, accepted: torch.Tensor, temperatures: Sequence[
             )
         )
     return positions
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def expected_calibration_error(predicted: torch.Tensor, came_true: torch.Tensor, num_bins: int = NUM_BINS) -> float:

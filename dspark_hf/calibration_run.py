@@ -30,6 +30,9 @@ class CalibrationSettings(PairSettings):
         default=None, metadata={"help": "how many prompts, evenly over the file; default: all"}
     )
     max_new_tokens: int = field(default=128, metadata={"help": "maximum number of new tokens per prompt"})
+    with_shifts: bool = field(
+        default=True, metadata={"help": "fit shifts beside temperatures; without, the method of the paper"}
+    )
     do_sample: bool = field(default=False, metadata={"help": "sample, as the drafter will be used"})
     temperature: float = field(default=1.0, metadata={"help": "of sampling"})
     seed: int = field(default=0, metadata={"help": "of sampling"})
@@ -61,6 +64,7 @@ def run_calibration(settings: CalibrationSettings) -> Calibration:
         pair.drafter,
         pair.target,
         [encode_prompt(pair, prompt.prompt)["input_ids"] for prompt in prompts],
+        with_shifts=settings.with_shifts,
         max_new_tokens=settings.max_new_tokens,
         do_sample=settings.do_sample,
         temperature=settings.temperature,
@@ -91,9 +95,16 @@ def table_of(calibration: Calibration) -> Table:
     """The report, a line per position."""
     blocks = calibration.num_blocks
     table = Table(title=f"Survival of drafts: fitted to {blocks['fit']}, reported on {blocks['report']} others")
-    for name in ("position", "temperature", "survival", "ECE before", "after", "Brier before", "after", "AUC"):
+    for name in ("position", "T", "shift", "survival", "ECE before", "after", "Brier before", "after", "AUC"):
         table.add_column(name, justify="right")
     for p in calibration.positions:
         errors = [f"{p.ece_before:.2%}", f"{p.ece_after:.2%}", f"{p.brier_before:.4f}", f"{p.brier_after:.4f}"]
-        table.add_row(str(p.position), f"{p.temperature:.2f}", f"{p.survival_rate:.1%}", *errors, f"{p.auc:.3f}")
+        table.add_row(
+            str(p.position),
+            f"{p.temperature:.2f}",
+            f"{p.shift:.1f}",
+            f"{p.survival_rate:.1%}",
+            *errors,
+            f"{p.auc:.3f}",
+        )
     return table

@@ -604,8 +604,7 @@ class DSparkDrafter(PreTrainedModel):
             latent = self.markov_head.markov_w1(previous_ids)
         logits = self.confidence_head(hidden_states, latent)
         if self.calibration is not None:
-            temperatures = self.calibration.temperatures[position : position + logits.shape[-1]]
-            logits = logits / torch.tensor(temperatures, device=logits.device)
+            logits = self.calibration.applied(logits, position)
         return logits.sigmoid()
 
     def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from dspark_hf.calibration import (
     Calibration,
     area_under_roc,
     expected_calibration_error,
-    fit_temperatures,
+    fit,
     reliability,
     report,
 )
@@ -84,10 +84,10 @@ class TestFit:
     TRUE = (0.5, 2.0, 3.0)
 
     def test_the_temperatures_of_a_head_that_is_off_are_found(self):
-        assert fit_temperatures(*blocks_of(self.TRUE, 30_000)) == pytest.approx(self.TRUE, rel=0.25)
+        assert fit(*blocks_of(self.TRUE, 30_000))[0] == pytest.approx(self.TRUE, rel=0.25)
 
     def test_errors_shrink_on_blocks_that_the_fit_did_not_see(self):
-        temperatures = fit_temperatures(*blocks_of(self.TRUE, 30_000))
+        temperatures, _ = fit(*blocks_of(self.TRUE, 30_000))
         for position in report(*blocks_of(self.TRUE, 30_000, seed=1), temperatures):
             assert position.ece_before > 0.04
             assert position.ece_after < 0.012
@@ -95,10 +95,22 @@ class TestFit:
             assert position.auc > 0.7
 
     def test_an_honest_head_is_left_alone(self):
-        assert fit_temperatures(*blocks_of((1.0, 1.0, 1.0), 30_000)) == pytest.approx([1, 1, 1], rel=0.25)
+        assert fit(*blocks_of((1.0, 1.0, 1.0), 30_000))[0] == pytest.approx([1, 1, 1], rel=0.25)
 
     def test_without_anything_to_tell_them_apart_the_temperature_is_one(self):
-        assert fit_temperatures(torch.zeros(10, 2), torch.tensor([2, 0] * 5)) == [1.0, 1.0]
+        assert fit(torch.zeros(10, 2), torch.tensor([2, 0] * 5)) == ([1.0, 1.0], [0.0, 0.0])
+
+    def test_a_head_that_promises_too_much_everywhere_needs_a_shift(self):
+        honest, accepted = blocks_of((1.0, 1.0), 5000)
+        promised = honest + 1.5
+        without, both = fit(promised, accepted), fit(promised, accepted, with_shifts=True)
+        fresh, outcome = blocks_of((1.0, 1.0), 5000, seed=1)
+        errors = [max(p.ece_after for p in report(fresh + 1.5, outcome, *numbers)) for numbers in (without, both)]
+        assert errors[0] > 0.05
+        assert errors[1] < 0.025
+        assert both[1][0] == pytest.approx(-1.5, abs=0.4)
+        first, second = (report(fresh + 1.5, outcome, *numbers)[0].auc for numbers in (without, both))
+        assert first == second
 
     def test_what_the_report_counts(self):
         first, second = report(torch.zeros(4, 2), torch.tensor([0, 1, 2, 2]), [1.0, 1.0])
@@ -110,8 +122,9 @@ class TestFit:
 
 class TestFile:
     def calibration(self) -> Calibration:
-        temperatures = [1.5, 0.75, 2.0]
-        return Calibration(temperatures, report(*blocks_of((1, 1, 1), 50), temperatures), {"fit": 5}, {"target": "t"})
+        temperatures, shifts = [1.5, 0.75, 2.0], [0.5, 0.0, -1.0]
+        positions = report(*blocks_of((1, 1, 1), 50), temperatures, shifts)
+        return Calibration(temperatures, positions, {"fit": 5}, {"target": "t"}, shifts)
 
     def test_it_comes_back_as_it_was(self, tmp_path):
         calibration = self.calibration()
@@ -126,7 +139,17 @@ class TestFile:
     def test_a_folder_without_one_has_none(self, tmp_path):
         assert Calibration.load(tmp_path) is None
 
-    @pytest.mark.parametrize("text", ["no json", "[]", "{}", '{"temperatures": [0]}', '{"temperatures": ["1"]}'])
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "no json",
+            "[]",
+            "{}",
+            '{"temperatures": [0]}',
+            '{"temperatures": ["1"]}',
+            '{"temperatures": [1], "shifts": [0, 0]}',
+        ],
+    )
     def test_something_else_is_refused_with_its_path(self, tmp_path, text):
         (tmp_path / CALIBRATION_NAME).write_text(text)
         with pytest.raises(OSError, match=rf"{CALIBRATION_NAME} is not a calibration .*dspark-hf calibrate"):
@@ -214,7 +237,7 @@ class TestCalibrate:
     def test_a_calibration_that_is_on_already_is_seen_through(self):
         drafter = kit.new_drafter()
         fresh = self.run(drafter)
-        drafter.calibration = Calibration([3.0, 0.5, 1.0, 2.0])
+        drafter.calibration = Calibration([3.0, 0.5, 1.0, 2.0], shifts=[1.0, 0.0, -0.5, 0.2])
         again = self.run(drafter)
         assert again.temperatures == pytest.approx(fresh.temperatures)
         assert drafter.calibration.temperatures == [3.0, 0.5, 1.0, 2.0]
@@ -243,7 +266,7 @@ class TestCalibrate:
     def test_the_file_is_plain_json(self, tmp_path):
         self.run().save(tmp_path)
         fields = json.loads((tmp_path / CALIBRATION_NAME).read_text())
-        assert set(fields) == {"temperatures", "positions", "num_blocks", "provenance"}
+        assert set(fields) == {"temperatures", "shifts", "positions", "num_blocks", "provenance"}
 
 
 class TestCommand:
