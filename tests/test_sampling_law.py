@@ -316,7 +316,7 @@ class TestLoop:
         """As in the counterexample of the paper's appendix; no rule may look at it before that token is drawn."""
         drafter, first = tiny_drafter(), int(tiny_target().generate(torch.tensor([PROMPT]), max_new_tokens=1)[0, -1])
 
-        def confidence(hidden_states: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor:
+        def confidence(hidden_states: torch.Tensor, previous_ids: torch.Tensor, position: int = 0) -> torch.Tensor:
             return torch.where(previous_ids == first, 0.9, 0.0)
 
         monkeypatch.setattr(drafter, "confidence", confidence)
