@@ -71,7 +71,7 @@ NO_MODE += "Leave out `assistant_model`, or the settings that ask for this mode.
 RIVAL = "`{}` and a DSpark drafter both propose tokens: leave one of them out."
 NUM_TOKENS = "`num_assistant_tokens` is {}, but it must be an integer from 1 to 4, what a block of this drafter gives."
 THRESHOLD = "`assistant_confidence_threshold` is {}, expected a probability from 0 (off) to 1."
-SCHEDULE = "`num_assistant_tokens_schedule` is 'heuristic_transient', but a DSpark drafter follows 'auto', 'constant', "
+SCHEDULE = "`num_assistant_tokens_schedule` is 'sometimes', but a DSpark drafter follows 'auto', 'constant', "
 
 
 class TestRefusals:
@@ -138,14 +138,14 @@ class TestRefusals:
 
     def test_unknown_schedule_of_the_drafter(self):
         assistant = kit.new_drafter()
-        assistant.generation_config.num_assistant_tokens_schedule = "heuristic_transient"
+        assistant.generation_config.num_assistant_tokens_schedule = "sometimes"
         message = refusal(UnsupportedGenerationError, kit.new_target(), assistant)
         assert message.startswith(SCHEDULE)
         assert "`drafter.generation_config`" in message
 
     def test_unknown_schedule_of_the_call(self):
         message = refusal(
-            UnsupportedGenerationError, kit.new_target(), drafter(), num_assistant_tokens_schedule="heuristic_transient"
+            UnsupportedGenerationError, kit.new_target(), drafter(), num_assistant_tokens_schedule="sometimes"
         )
         assert message.startswith(SCHEDULE)
 
