@@ -8,7 +8,18 @@ from typing import Literal
 
 from .acceptance import DRAFTER, LOOKUP, DraftAcceptance, LookupAcceptance
 from .costs import CostTable, RoundCosts
-from .scheduling import DraftLength, Plan, RowOutcome, RowPlan, RowState, Schedule, plain_plan, row_plan
+from .scheduling import (
+    DraftLength,
+    Plan,
+    RowOutcome,
+    RowPlan,
+    RowState,
+    Schedule,
+    observe_costs,
+    pass_size,
+    plain_plan,
+    row_plan,
+)
 
 
 class AutoSchedule(Schedule):
@@ -78,14 +89,7 @@ class AutoSchedule(Schedule):
             for row, outcome in zip(plan.rows, outcomes, strict=True)
             if row.source == DRAFTER
         ]
-        self._costs.observe(
-            num_rows=len(outcomes),
-            size=self._size([outcome.proposed for outcome in outcomes]),
-            num_draft_rows=len(drafted),
-            num_draft_tokens=max((outcome.proposed for outcome, _ in drafted), default=0),
-            seconds=seconds,
-            draft_seconds=draft_seconds,
-        )
+        observe_costs(self._costs, plan, outcomes, seconds, draft_seconds, self._pads_rows)
         self._table.count_ends(
             sum(outcome.has_ended for outcome in outcomes), sum(1 + outcome.accepted for outcome in outcomes)
         )
@@ -165,9 +169,8 @@ class AutoSchedule(Schedule):
     def _best(self, lookups: list[list[float]], drafts: list[list[float]], must_draft: bool = False) -> "_Choice":
         """The draft tokens with the most expected new tokens per second."""
         num_rows = len(drafts)
-        seconds = self._costs.pass_seconds(
-            num_rows, self._size([max(len(a), len(b)) - 1 for a, b in zip(lookups, drafts, strict=True)])
-        )
+        longest = [max(len(a), len(b)) - 1 for a, b in zip(lookups, drafts, strict=True)]
+        seconds = self._costs.pass_seconds(num_rows, pass_size(longest, self._pads_rows))
         choices = []
         if not must_draft:
             choices.append(self._filled([(LOOKUP, gains) for gains in lookups], seconds))
@@ -195,33 +198,25 @@ class AutoSchedule(Schedule):
             draft_lines: base and slope of the seconds of a draft for 1, 2, ... rows; `None`: without the drafter.
         """
         num_rows = len(offers)
-        steps = self._steps([gains for _, gains in offers])
-        counts, size, drafting, longest, tokens = [0] * num_rows, 0, 0, 0, float(num_rows)
-        best = (0, tokens, seconds[0])
+        counts, drafting, longest, tokens = [0] * num_rows, 0, 0, float(num_rows)
+        best = (list(counts), tokens, seconds[0])
         best_rate = tokens / seconds[0] if draft_lines is None else 0.0
-        for index, (rows, gain) in enumerate(steps):
+        for rows, gain in self._steps([gains for _, gains in offers]):
             for row in rows:
                 counts[row] += 1
-                size += not self._pads_rows
                 if offers[row][0] == DRAFTER:
                     drafting += counts[row] == 1
                     longest = max(longest, counts[row])
-            if self._pads_rows:
-                size = num_rows * (1 + index)
             tokens += gain
-            cost = seconds[size]
+            cost = seconds[pass_size(counts, self._pads_rows)]
             if draft_lines is not None and drafting:
                 base, slope = draft_lines[drafting - 1]
                 cost += base + slope * longest
             if tokens / cost > best_rate:
-                best, best_rate = (1 + index, tokens, cost), tokens / cost
-        num_steps, tokens, cost = best
-        counts = [0] * num_rows
-        for rows, _ in steps[:num_steps]:
-            for row in rows:
-                counts[row] += 1
+                best, best_rate = (list(counts), tokens, cost), tokens / cost
+        counts, tokens, cost = best
         plans = [row_plan(source, n) for (source, _), n in zip(offers, counts, strict=True)]
-        return _Choice(plans, self._size(counts), tokens, num_rows * cost / seconds[0])
+        return _Choice(plans, pass_size(counts, self._pads_rows), tokens, num_rows * cost / seconds[0])
 
     def _steps(self, gains: list[list[float]]) -> list[tuple[list[int], float]]:
         """In the order in which drafts grow: the rows that gain a token, and what it promises.
@@ -236,10 +231,6 @@ class AutoSchedule(Schedule):
         for gain, n, slot in tokens:
             by_length.setdefault(n, []).append((gain, slot))
         return [([slot for _, slot in of], sum(gain for gain, _ in of)) for _, of in sorted(by_length.items())]
-
-    def _size(self, lengths: Sequence[int]) -> int:
-        """Draft tokens of a pass over drafts of such lengths, padding included."""
-        return len(lengths) * max(lengths) if self._pads_rows else sum(lengths)
 
     def _is_plain_due(self, num_rows: int, advantage: float) -> bool:
         """Whether to measure a plain pass again, with which everything is compared: often at first."""

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils import cached_file
+
+from .checkpoints.files import optional_file
 
 CALIBRATION_NAME = "dspark_calibration.json"
 
@@ -136,14 +137,7 @@ class Calibration:
         Raises:
             OSError: the file is not what it should be.
         """
-        path = cached_file(
-            source,
-            CALIBRATION_NAME,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-            _raise_exceptions_for_gated_repo=False,
-            **location,
-        )
+        path = optional_file(source, CALIBRATION_NAME, **location)
         if path is None:
             return None
         try:

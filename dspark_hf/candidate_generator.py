@@ -360,7 +360,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 if k >= max(lengths):
                     break
             if guard.reads_entropy:
-                guard.read_entropy(k, lengths, _entropy(self._vocabulary.mask(scored) if scored is logits else scored))
+                guard.ask_gate(k, lengths, _entropy(self._vocabulary.mask(scored) if scored is logits else scored))
                 if k >= max(lengths):
                     break
             token, previous = self._choose(scored)
@@ -484,11 +484,7 @@ class _Guard:
                 if self._draft_length.ends_before(confidence):
                     lengths[row] = position
         if not self.reads_entropy:
-            self._ask_gate(position, lengths, confidences)
-
-    def read_entropy(self, position: int, lengths: list[int], entropies: list[float]) -> None:
-        """Cuts `lengths` to `position` where the draft ends before it."""
-        self._ask_gate(position, lengths, entropies)
+            self.ask_gate(position, lengths, confidences)
 
     def admitted(self, lengths: list[int]) -> list[int]:
         """How many of the drawn tokens are verified."""
@@ -500,7 +496,8 @@ class _Guard:
         admitted = self._gate.admitted(of_all)
         return [min(admitted[slot], length) for slot, length in zip(self._slots, lengths, strict=True)]
 
-    def _ask_gate(self, position: int, lengths: list[int], signals: list[float]) -> None:
+    def ask_gate(self, position: int, lengths: list[int], signals: list[float]) -> None:
+        """Cuts `lengths` to `position` where the gate does, by what it asks for."""
         if self._gate is None:
             return
         of_all = [float("nan")] * self._num_rows

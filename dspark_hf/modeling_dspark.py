@@ -24,10 +24,11 @@ from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import GENERATION_CONFIG_NAME, cached_file
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from .calibration import CALIBRATION_NAME, Calibration
 from .checkpoints import read_checkpoint, read_config
+from .checkpoints.files import optional_file
 from .configuration_dspark import DSparkConfig
 from .draft_cache import DraftCache
 from .trace import Trace, recording
@@ -614,14 +615,7 @@ class DSparkDrafter(PreTrainedModel):
 
 def _read_generation_config(source: str | os.PathLike, location: dict) -> GenerationConfig:
     """The drafter's own settings where the checkpoint has some; the defaults otherwise."""
-    path = cached_file(
-        source,
-        GENERATION_CONFIG_NAME,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-        _raise_exceptions_for_gated_repo=False,
-        **location,
-    )
+    path = optional_file(source, GENERATION_CONFIG_NAME, **location)
     if path is None:
         return GenerationConfig()
     with open(path, encoding="utf-8") as file:

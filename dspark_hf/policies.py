@@ -29,7 +29,18 @@ from .admission import EntropyGate, PassCosts, SurvivalGate, admit, budget
 from .auto_schedule import AutoSchedule
 from .costs import CostTable, RoundCosts
 from .errors import UnsupportedGenerationError
-from .scheduling import DraftLength, Plan, RowOutcome, RowPlan, RowState, Schedule, plain_plan, row_plan
+from .scheduling import (
+    DraftLength,
+    Plan,
+    RowOutcome,
+    RowPlan,
+    RowState,
+    Schedule,
+    observe_costs,
+    pass_size,
+    plain_plan,
+    row_plan,
+)
 
 
 class ConstantSchedule(Schedule):
@@ -109,23 +120,13 @@ class PricedSchedule(ConstantSchedule):
         """
 
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: float, draft_seconds: float | None) -> None:
-        drafted = [outcome for row, outcome in zip(plan.rows, outcomes, strict=True) if row.source == DRAFTER]
-        lengths = [outcome.proposed for outcome in outcomes]
-        self._costs.observe(
-            num_rows=len(outcomes),
-            size=len(lengths) * max(lengths) if self._pads_rows else sum(lengths),
-            num_draft_rows=len(drafted),
-            num_draft_tokens=max((outcome.proposed for outcome in drafted), default=0),
-            seconds=seconds,
-            draft_seconds=draft_seconds,
-        )
+        observe_costs(self._costs, plan, outcomes, seconds, draft_seconds, self._pads_rows)
 
     def pass_costs(self, longest: Plan) -> PassCosts:
         """Prices of a round in which the drafter runs as long as it can."""
         drafts = [row.num_tokens for row in longest.rows if row.source == DRAFTER]
         copies = sum(row.num_tokens for row in longest.rows if row.source == LOOKUP)
-        most = max([0, *(row.num_tokens for row in longest.rows)])
-        size = len(longest.rows) * most if self._pads_rows else sum(drafts) + copies
+        size = pass_size([row.num_tokens for row in longest.rows], self._pads_rows)
         base, slope = self._costs.draft_seconds(max(1, len(drafts)))
         return PassCosts(
             self._costs.pass_seconds(len(longest.rows), size),

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from .costs import CostTable
+from .acceptance import DRAFTER
+from .costs import CostTable, RoundCosts
 from .lookup import LookupOffer
 
 
@@ -168,3 +169,28 @@ def row_plan(source: Literal["drafter", "lookup"], num_tokens: int) -> RowPlan:
 def plain_plan(rows: Sequence[RowState], reason: str) -> Plan:
     """No draft for any row."""
     return Plan([RowPlan("none", 0)] * len(rows), reason)
+
+
+def pass_size(lengths: Sequence[int], pads_rows: bool) -> int:
+    """Draft tokens of a pass over drafts of such lengths, padding included."""
+    return len(lengths) * max(lengths) if pads_rows else sum(lengths)
+
+
+def observe_costs(
+    costs: RoundCosts,
+    plan: Plan,
+    outcomes: Sequence[RowOutcome],
+    seconds: float,
+    draft_seconds: float | None,
+    pads_rows: bool,
+) -> None:
+    """Learns from the round that `plan` was for what it cost; arguments as for `Schedule.observe`."""
+    drafted = [outcome.proposed for row, outcome in zip(plan.rows, outcomes, strict=True) if row.source == DRAFTER]
+    costs.observe(
+        num_rows=len(outcomes),
+        size=pass_size([outcome.proposed for outcome in outcomes], pads_rows),
+        num_draft_rows=len(drafted),
+        num_draft_tokens=max(drafted, default=0),
+        seconds=seconds,
+        draft_seconds=draft_seconds,
+    )

@@ -1,6 +1,6 @@
 """Schedules: their rules one by one, then what they cost and gain in simulated time (`simulator`)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import mean
 
@@ -554,13 +554,7 @@ class TestInSimulatedTime:
     @pytest.mark.parametrize("name", CURVES)
     def test_never_slower(self, name, profile):
         """256 tokens with a drafter that is right never, or one time in ten, against plain decoding."""
-        first, later = [], []
-        for seed in range(5):
-            table = CostTable()
-            for call in range(3):
-                rows = texts(name, profile, 256, 10 * seed + call)
-                run = simulate(auto(name, table), machine(name, 10 * seed + call), rows, 0)
-                (later if call else first).append(run.seconds / plain_seconds(name, rows) - 1)
+        first, later = self.losses(name, profile, 256, plain_seconds)
         assert mean(first) < 0.04
         assert mean(later) < 0.025
         assert max(first + later) < 0.07
@@ -611,12 +605,19 @@ class TestInSimulatedTime:
         assert mean(later) < 0.09
 
     def regrets(self, name: str, profile: str) -> tuple[float, float]:
-        """Seconds over those of the best constant draft length in hindsight, less 1."""
+        """Mean losses against the best constant draft length in hindsight."""
+        first, later = self.losses(name, profile, 128, lambda name, rows: best_fixed(name, rows)[0])
+        return mean(first), mean(later)
+
+    def losses(
+        self, name: str, profile: str, num_tokens: int, seconds_of: Callable[[str, list[Text]], float]
+    ) -> tuple[list[float], list[float]]:
+        """Seconds over those of something else, less 1: of first calls, and of later ones."""
         first, later = [], []
         for seed in range(5):
             table = CostTable()
             for call in range(3):
-                rows = texts(name, profile, 128, 10 * seed + call)
+                rows = texts(name, profile, num_tokens, 10 * seed + call)
                 run = simulate(auto(name, table), machine(name, 10 * seed + call), rows, 0)
-                (later if call else first).append(run.seconds / best_fixed(name, rows)[0] - 1)
-        return mean(first), mean(later)
+                (later if call else first).append(run.seconds / seconds_of(name, rows) - 1)
+        return first, later

@@ -35,6 +35,22 @@ def read_config_dict(source: str, hub_kwargs: dict[str, Any]) -> dict[str, Any]:
     return config_dict
 
 
+def optional_file(source: str | os.PathLike, name: str, **location: Any) -> str | None:
+    """Where a file lies that a drafter may come with; `None` where there is none, or no way to ask.
+
+    Args:
+        location: as for `from_pretrained`: `revision`, `token`, `cache_dir`, ...
+    """
+    return cached_file(
+        source,
+        name,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+        _raise_exceptions_for_gated_repo=False,
+        **location,
+    )
+
+
 def read_shapes(source: str, hub_kwargs: dict[str, Any], variant: str | None = None) -> dict[str, list[int]]:
     """Shape of each stored tensor by name, from the safetensors headers alone.
 
