@@ -6,6 +6,9 @@ it has shown that it is. Pure numbers, no tensor.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from typing import Literal
 
 from .costs import CostTable
@@ -25,6 +28,37 @@ _RECORD_WEIGHT, _CHAIN_WEIGHT, _ROW_WEIGHT, _STALE_WEIGHT, _DOUBT_WEIGHT = 6.0, 
 _FADE, _LOOKUP_FADE = 0.96, 0.97
 
 
+@dataclass(frozen=True)
+class DraftOutcome:
+    """What became of a row's draft.
+
+    Attributes:
+        row: its number in the call.
+        planned: draft tokens that were to be verified.
+        accepted: those that stand.
+        refused_chance: of the next one, where the plan itself ended the draft there because of this chance.
+    """
+
+    row: int
+    planned: int
+    accepted: int
+    refused_chance: float | None = None
+
+    def tried(self) -> list[tuple[int, float]]:
+        """Positions that the draft says something about, with the acceptance there.
+
+        A draft that ended by itself before the plan did counts as a rejection there: neither brings that token. One
+        that the plan ended early would have gone on with the known chance; without it, only the likely tokens would
+        count.
+        """
+        tried = [
+            (position, float(position < self.accepted)) for position in range(min(self.planned, self.accepted + 1))
+        ]
+        if self.refused_chance is not None and self.accepted == self.planned:
+            tried.append((self.planned, self.refused_chance))
+        return tried
+
+
 class DraftAcceptance:
     """The drafter's chances by position in the block, each given that the positions before it were accepted.
 
@@ -40,30 +74,30 @@ class DraftAcceptance:
         self._all.start_from(table, DRAFTER)
         self._rows: dict[int, _Counts] = {}
 
-    def gains(self, row: int, num_tokens: int) -> list[float]:
-        """Expected accepted tokens of drafts of 0, 1, ... `num_tokens` tokens."""
+    def chances(self, row: int, num_tokens: int) -> list[float]:
+        """The chance of each draft token, if those before it were accepted."""
         counts = self._rows.get(row, self._all)
-        chance, weight, survival, gains = _START_CHANCE, _DOUBT_WEIGHT, 1.0, [0.0]
+        chance, weight, chances = _START_CHANCE, _DOUBT_WEIGHT, []
         for position in range(num_tokens):
             chance = self._all.chance(position, chance, weight)
-            survival *= counts.chance(position, chance, _ROW_WEIGHT)
-            gains.append(gains[-1] + survival)
+            chances.append(counts.chance(position, chance, _ROW_WEIGHT))
             weight = _CHAIN_WEIGHT
-        return gains
+        return chances
 
-    def observe(self, outcomes: Iterable[tuple[int, int, int]]) -> None:
-        """Learns from a round: row, planned and accepted draft tokens, for each row that the drafter ran for.
+    def gains(self, row: int, num_tokens: int) -> list[float]:
+        """Expected accepted tokens of drafts of 0, 1, ... `num_tokens` tokens."""
+        return list(accumulate(accumulate(self.chances(row, num_tokens), mul), initial=0.0))
 
-        A draft that ended by itself before the plan did counts as a rejection there: neither brings that token.
-        """
+    def observe(self, outcomes: "Iterable[DraftOutcome]") -> None:
+        """Learns from a round, of each row that the drafter ran for."""
         self._all.fade(_FADE)
-        for row, planned, accepted in outcomes:
-            counts = self._rows.setdefault(row, _Counts(len(self._all.tries)))
+        for outcome in outcomes:
+            counts = self._rows.setdefault(outcome.row, _Counts(len(self._all.tries)))
             counts.fade(_FADE)
-            tried = [(position, position < accepted) for position in range(min(planned, accepted + 1))]
-            for position, is_hit in tried:
-                self._all.add(position, is_hit)
-                counts.add(position, is_hit)
+            tried = outcome.tried()
+            for position, hit in tried:
+                self._all.add(position, hit)
+                counts.add(position, hit)
             self._table.count_acceptance(DRAFTER, tried)
 
     def forget(self) -> None:
@@ -129,8 +163,8 @@ class _Counts:
         """Accepted over tried, with `weight` more tries of chance `otherwise`."""
         return (self.hits[place] + weight * otherwise) / (self.tries[place] + weight)
 
-    def add(self, place: int, is_hit: bool) -> None:
-        self.hits[place] += is_hit
+    def add(self, place: int, hit: float) -> None:
+        self.hits[place] += hit
         self.tries[place] += 1
 
     def fade(self, factor: float) -> None:

@@ -13,11 +13,13 @@ again. A search over the whole ranking may look behind the token that it decides
 of another round, and gives a number only (`budget`).
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from itertools import accumulate, zip_longest
 from math import isfinite
 
 from .scheduling import Gate
+from .trust import Trust
 
 
 class PassCosts:
@@ -116,47 +118,155 @@ def _chance(value: float) -> float:
     return value if isfinite(value) else 0.0
 
 
-class SurvivalGate(Gate):
+class ConfidenceGate(Gate):
+    """What gates that read confidences have in common: the survivals of each row, as far as its draft got.
+
+    Args:
+        num_rows: rows of the plan.
+        trust: makes chances of confidences; `None`: they are taken at their word.
+
+    Attributes:
+        survivals: of each row, of the draft tokens that were drawn.
+    """
+
+    signal = "confidence"
+
+    def __init__(self, num_rows: int, trust: Trust | None = None):
+        self.survivals: list[list[float]] = [[] for _ in range(num_rows)]
+        self._confidences: list[list[float]] = [[] for _ in range(num_rows)]
+        self._trust = trust
+
+    def opens(self, position: int, signals: Sequence[float]) -> list[bool]:
+        survivals: list[float | None] = []
+        for values, confidences, confidence in zip(self.survivals, self._confidences, signals, strict=True):
+            if len(values) == position and 0.0 <= confidence <= 1.0:
+                confidences.append(confidence)
+                survivals.append(self._chance(confidence) * (values[-1] if values else 1.0))
+            else:
+                survivals.append(None)
+        goes_on = self.choose(position, survivals)
+        for values, survival, is_open in zip(self.survivals, survivals, goes_on, strict=True):
+            if is_open and survival is not None:
+                values.append(survival)
+        return goes_on
+
+    @abstractmethod
+    def choose(self, position: int, survivals: Sequence[float | None]) -> list[bool]:
+        """Which rows draw a token at this position.
+
+        Args:
+            survivals: of every row at this position; `None` where its draft is over.
+        """
+
+    def learn(self, accepted: Sequence[int], proposed: Sequence[int]) -> None:
+        """Tells the trust which of the tokens that were verified stood; arguments for every row."""
+        if self._trust is not None:
+            for confidences, hits, tries in zip(self._confidences, accepted, proposed, strict=True):
+                for position, confidence in enumerate(confidences[: min(tries, 1 + hits)]):
+                    self._trust.observe(confidence, position < hits)
+
+    def refused_chance(self, slot: int) -> float | None:
+        """The chance of the token before which the gate ended the draft of a row, if it did."""
+        values, confidences = self.survivals[slot], self._confidences[slot]
+        if len(confidences) == len(values):
+            return None
+        return self._chance(confidences[-1])
+
+    def _chance(self, confidence: float) -> float:
+        """With the benefit of the doubt: what is never verified never shows that its confidence is too low."""
+        return confidence if self._trust is None else self._trust.chance(confidence, hope=1.0)
+
+
+class SurvivalGate(ConfidenceGate):
     """Admits by Algorithm 1, or spends a budget, by the confidences of the draft.
 
     A row stops drawing where its survival is below what any token must bring. That depends on the row alone, so which
     tokens of other rows stand in the ranking never depends on a token that is still to be decided about.
 
     Args:
-        num_rows: rows that draft.
+        num_rows: rows of the plan.
         costs: of the round.
         num_tokens: the budget, in columns where rows are padded; `None`: by Algorithm 1.
+        trust: as for every such gate.
 
     Attributes:
-        survivals: of each row, so far.
         costs: of the round.
     """
 
-    signal = "confidence"
-
-    def __init__(self, num_rows: int, costs: PassCosts, num_tokens: int | None = None):
-        self.survivals: list[list[float]] = [[] for _ in range(num_rows)]
+    def __init__(self, num_rows: int, costs: PassCosts, num_tokens: int | None = None, trust: Trust | None = None):
+        super().__init__(num_rows, trust)
         self.costs, self._num_tokens = costs, num_tokens
         # Tokens per second only grow from here on, and a token has to keep up with them.
         self._toll = 0.0 if num_tokens is not None else costs.num_rows / costs.of(0) * costs.least_step
 
-    def opens(self, position: int, signals: Sequence[float]) -> list[bool]:
-        open_rows = []
-        for values, confidence in zip(self.survivals, signals, strict=True):
-            is_open = len(values) == position and 0.0 <= confidence <= 1.0
-            if is_open:
-                survival = confidence * (values[-1] if values else 1.0)
-                is_open = survival > self._toll
-                if is_open:
-                    values.append(survival)
-            open_rows.append(is_open)
-        return open_rows
+    def choose(self, position: int, survivals: Sequence[float | None]) -> list[bool]:
+        return [survival is not None and survival > self._toll for survival in survivals]
 
     def admitted(self, lengths: Sequence[int]) -> list[int]:
         drawn = [values[:length] for values, length in zip(self.survivals, lengths, strict=True)]
         if self._num_tokens is None:
             return admit(drawn, self.costs)
         return spend(drawn, self._num_tokens, self.costs.pads_rows)
+
+
+class ForesightGate(ConfidenceGate):
+    """Draws on as long as that promises more than the time is worth elsewhere.
+
+    A token is worth drawing for its own chance and for those that may follow it: behind the tokens whose confidences
+    are known, the gate expects what is usual at each position. So a token that does not pay by itself is drawn where a
+    dear step of the prices leads to a cheap one. Whether a position is drawn depends on confidences up to it, of all
+    rows, and never on its token; and every token drawn is verified.
+
+    Args:
+        usual: for each row, the usual chance of each draft token given those before it; empty without a draft.
+        values: what a new token of each row is worth.
+        seconds: of the pass by its draft tokens.
+        draft_slope: seconds of one more position of the draft.
+        rate: worth per second of what would be done otherwise.
+        num_copied: draft tokens of the pass that are decided already.
+        trust: as for every such gate.
+    """
+
+    def __init__(
+        self,
+        usual: Sequence[Sequence[float]],
+        values: Sequence[float],
+        seconds: Sequence[float],
+        draft_slope: float,
+        rate: float,
+        num_copied: int,
+        trust: Trust,
+    ):
+        super().__init__(len(usual), trust)
+        self._usual, self._values, self._seconds, self._draft_slope = usual, values, seconds, draft_slope
+        self._rate, self._num_copied, self._num_drawn = rate, num_copied, 0
+
+    def price(self, num_tokens: int, longest: int) -> float:
+        """What else could be had in the time for so many draft tokens of all rows, the longest draft so long."""
+        size = min(self._num_copied + num_tokens, len(self._seconds) - 1)
+        return self._rate * (self._seconds[size] - self._seconds[self._num_copied] + self._draft_slope * longest)
+
+    def choose(self, position: int, survivals: Sequence[float | None]) -> list[bool]:
+        tokens = []
+        for slot, (survival, usual) in enumerate(zip(survivals, self._usual, strict=True)):
+            if survival is None:
+                continue
+            value = self._values[slot]
+            tokens.append((value * survival, position, slot))
+            for later in range(position + 1, len(usual)):
+                survival *= usual[later]
+                tokens.append((value * survival, later, slot))
+        tokens.sort(key=lambda token: (-token[0], token[1]))
+        so_far = self.price(self._num_drawn, position)
+        best, worth, longest, num_best = 0.0, 0.0, position, 0
+        for number, (gain, of_position, _) in enumerate(tokens, 1):
+            worth, longest = worth + gain, max(longest, 1 + of_position)
+            net = worth - (self.price(self._num_drawn + number, longest) - so_far)
+            if net > best:
+                best, num_best = net, number
+        drawn = {slot for _, _, slot in tokens[:num_best]}
+        self._num_drawn += len(drawn)
+        return [slot in drawn for slot in range(len(survivals))]
 
 
 class EntropyGate(Gate):

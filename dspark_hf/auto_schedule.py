@@ -3,10 +3,13 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import exp
+from operator import mul
 from typing import Literal
 
-from .acceptance import DRAFTER, LOOKUP, DraftAcceptance, LookupAcceptance
+from .acceptance import DRAFTER, LOOKUP, DraftAcceptance, DraftOutcome, LookupAcceptance
+from .admission import ForesightGate
 from .costs import CostTable, RoundCosts
 from .scheduling import (
     DraftLength,
@@ -31,6 +34,11 @@ class AutoSchedule(Schedule):
     a small share of the time pays for.
 
     A call lasts as long as its slowest row, so new tokens of rows that lie behind are worth more (`_values`).
+
+    Where the drafter has a confidence head and the price of a pass grows with its tokens, the plan says only who
+    drafts: how far each draft goes is decided while it is drawn ([`ForesightGate`]), by its own confidences, as far as
+    they have shown that they are to be trusted. What that is worth counts when the drafter is weighed against plain
+    decoding.
     """
 
     LOOKUP_TOKENS = 16
@@ -44,6 +52,9 @@ class AutoSchedule(Schedule):
     MARGIN = 1.06
     # Below this advantage of a draft over plain decoding, the price of a plain pass should be known well.
     CLEAR = 1.5
+    # Confidences are asked for where the longest draft makes a pass dearer by this share: each one makes the host wait
+    # for the device.
+    RISE = 0.05
     # First draft tokens that must have been tried before a drafter is said to guess, in all and in this call, and the
     # share of them that a guess may hit.
     ENOUGH_TRIES, ENOUGH_NOW, CHANCE = 24, 4, 0.025
@@ -62,6 +73,9 @@ class AutoSchedule(Schedule):
         self._values: list[float] = []  # of a new token of each row of the plan
         self._paces: defaultdict[int, _Pace] = defaultdict(_Pace)
         self._first_tries = self._first_hits = 0
+        # What reading confidences brings, in tokens of a row that drafts; and what a plan promises without them.
+        self._lift = self._planned_net = 0.0
+        self._num_gated = 0
 
     def plan(self, rows: Sequence[RowState]) -> Plan:
         self._values = self._values_of(rows)
@@ -78,17 +92,58 @@ class AutoSchedule(Schedule):
         if not best.uses_drafter and self._rounds_since_draft >= self._pause and max(map(len, drafts)) > 1:
             probe = self._probe(lookups, drafts, best.advantage)
             if probe is not None:
-                return Plan(probe.rows, "probing")
+                return self._gated(probe, rows, "probing", best.advantage)
         if best.size == 0:
             return Plan(best.rows, "aside")
-        return Plan(best.rows, "best" if self._costs.is_measured(len(rows), best.size) else "exploring")
+        reason = "best" if self._costs.is_measured(len(rows), best.size) else "exploring"
+        return self._gated(best, rows, reason, best.advantage)
+
+    def _gated(self, choice: "_Choice", rows: Sequence[RowState], reason: str, advantage: float) -> Plan:
+        """The plan of a choice; with a gate where it pays to read confidences.
+
+        `advantage`: over plain decoding, of what the time would be used for otherwise.
+        """
+        num_rows = len(rows)
+        if not choice.uses_drafter:
+            return Plan(choice.rows, reason)
+        most = self._settings.num_assistant_tokens
+        plans = [
+            row_plan(DRAFTER, min(most, row.room)) if plan.source == DRAFTER else plan
+            for plan, row in zip(choice.rows, rows, strict=True)
+        ]
+        copied = sum(plan.num_tokens for plan in plans if plan.source == LOOKUP)
+        seconds = self._costs.pass_seconds(num_rows, sum(plan.num_tokens for plan in plans))
+        if not self._reads_confidence(num_rows, seconds):
+            return Plan(choice.rows, reason)
+        usual = [
+            self._drafts.chances(row.row, plan.num_tokens) if plan.source == DRAFTER else []
+            for plan, row in zip(plans, rows, strict=True)
+        ]
+        drafts = [plan.num_tokens for plan in choice.rows if plan.source == DRAFTER]
+        slope = self._costs.draft_seconds(len(drafts))[1]
+        rate = advantage * num_rows / seconds[0]
+        gate = ForesightGate(usual, self._values, seconds, slope, rate, copied, self._table.trust)
+        gained = sum(
+            value * sum(accumulate(chances[: planned.num_tokens], mul))
+            for value, chances, planned in zip(self._values, usual, choice.rows, strict=True)
+        )
+        self._planned_net = gained - gate.price(sum(drafts), max(drafts))
+        return Plan(plans, reason, gate)
+
+    def _reads_confidence(self, num_rows: int, seconds: list[float]) -> bool:
+        """Whether drafts end by their confidences where the pass has these prices. Rows that are padded to the longest
+        draft have one length for all, which is in the plan."""
+        can_end = self._settings.has_confidence and not (self._pads_rows and num_rows > 1)
+        return can_end and seconds[-1] >= (1 + self.RISE) * seconds[0]
 
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: float, draft_seconds: float | None) -> None:
         drafted = [
-            (outcome, row.num_tokens)
+            DraftOutcome(outcome.row, row.num_tokens, outcome.accepted)
             for row, outcome in zip(plan.rows, outcomes, strict=True)
             if row.source == DRAFTER
         ]
+        if isinstance(plan.gate, ForesightGate):
+            drafted = self._learn_confidences(plan.gate, plan, outcomes)
         observe_costs(self._costs, plan, outcomes, seconds, draft_seconds, self._pads_rows)
         self._table.count_ends(
             sum(outcome.has_ended for outcome in outcomes), sum(1 + outcome.accepted for outcome in outcomes)
@@ -101,13 +156,32 @@ class AutoSchedule(Schedule):
         if not drafted:
             return
         self._pause = self.MIN_PAUSE
-        self._drafts.observe((outcome.row, planned, outcome.accepted) for outcome, planned in drafted)
-        self._first_tries += sum(outcome.proposed > 0 for outcome, _ in drafted)
-        self._first_hits += sum(outcome.accepted > 0 for outcome, _ in drafted)
+        self._drafts.observe(drafted)
+        self._first_tries += sum(outcome.proposed > 0 for outcome in outcomes if outcome.source == DRAFTER)
+        self._first_hits += sum(outcome.accepted > 0 for outcome in outcomes if outcome.source == DRAFTER)
         if plan.reason == "probing":
             tokens = sum(v * (1 + outcome.accepted) for v, outcome in zip(self._values, outcomes, strict=True))
             pays = tokens >= self._break_even
             self._share = self.MAX_SHARE if pays else max(self._share / 2, self.MIN_SHARE)
+
+    def _learn_confidences(
+        self, gate: ForesightGate, plan: Plan, outcomes: Sequence[RowOutcome]
+    ) -> "list[DraftOutcome]":
+        """Learns from a round whose drafts went as far as their confidences promised; what became of each draft."""
+        gate.learn([outcome.accepted for outcome in outcomes], [outcome.proposed for outcome in outcomes])
+        survivals = [values[: outcome.proposed] for values, outcome in zip(gate.survivals, outcomes, strict=True)]
+        drafts = [slot for slot, row in enumerate(plan.rows) if row.source == DRAFTER]
+        gained = sum(value * sum(of_row) for value, of_row in zip(self._values, survivals, strict=True))
+        net = gained - gate.price(sum(map(len, survivals)), max(map(len, survivals)))
+        self._num_gated += 1
+        self._lift += max(1 / (3 + self._num_gated), 0.03) * ((net - self._planned_net) / len(drafts) - self._lift)
+        drafted = []
+        for slot in drafts:
+            planned, outcome, refused = plan.rows[slot].num_tokens, outcomes[slot], gate.refused_chance(slot)
+            if refused is not None:
+                planned = outcome.proposed
+            drafted.append(DraftOutcome(outcome.row, planned, outcome.accepted, refused))
+        return drafted
 
     def mismatch(self) -> str | None:
         """A drafter that guesses is soon set aside, so the tries of earlier calls count where this one has few."""
@@ -199,6 +273,7 @@ class AutoSchedule(Schedule):
         """
         num_rows = len(offers)
         counts, drafting, longest, tokens = [0] * num_rows, 0, 0, float(num_rows)
+        lift = max(self._lift, 0.0) if self._reads_confidence(num_rows, seconds) else 0.0
         best = (list(counts), tokens, seconds[0])
         best_rate = tokens / seconds[0] if draft_lines is None else 0.0
         for rows, gain in self._steps([gains for _, gains in offers]):
@@ -212,8 +287,9 @@ class AutoSchedule(Schedule):
             if draft_lines is not None and drafting:
                 base, slope = draft_lines[drafting - 1]
                 cost += base + slope * longest
-            if tokens / cost > best_rate:
-                best, best_rate = (list(counts), tokens, cost), tokens / cost
+            promised = tokens + lift * drafting
+            if promised / cost > best_rate:
+                best, best_rate = (list(counts), promised, cost), promised / cost
         counts, tokens, cost = best
         plans = [row_plan(source, n) for (source, _), n in zip(offers, counts, strict=True)]
         return _Choice(plans, pass_size(counts, self._pads_rows), tokens, num_rows * cost / seconds[0])

@@ -17,6 +17,8 @@ from itertools import pairwise
 from statistics import median
 from threading import Lock
 
+from .trust import Trust
+
 # Before anything else is known, a pass costs so much more for a draft token in each row than a plain one, times the
 # root of the number of rows, and a draft so much of a plain pass, at no token and per token.
 _PASS_SLOPE = 0.05
@@ -42,10 +44,16 @@ _USUAL_LENGTH = 256
 
 
 class CostTable:
-    """Measurements of one (target, drafter) pair on one device, shared by its calls. Safe to use from threads."""
+    """Measurements of one (target, drafter) pair on one device, shared by its calls. Safe to use from threads.
+
+    Attributes:
+        is_fixed: whether prices and record stand still.
+        trust: in the confidences of the drafter, learned from all calls that read them.
+    """
 
     def __init__(self) -> None:
         self.is_fixed = False
+        self.trust = Trust()
         self._lock = Lock()
         self._num_rounds = 0
         self._passes: dict[int, dict[int, _Price]] = {}  # by rows, by size
@@ -73,14 +81,14 @@ class CostTable:
                 line.add(num_tokens, seconds)
         return table
 
-    def count_acceptance(self, source: str, outcomes: Iterable[tuple[int, bool]]) -> None:
-        """Adds draft tokens to the record: their place, as the source counts it, and whether they were accepted."""
+    def count_acceptance(self, source: str, outcomes: Iterable[tuple[int, float]]) -> None:
+        """Adds draft tokens to the record: their place, as the source counts it, and their acceptance, 0 to 1."""
         if self.is_fixed:
             return
         with self._lock:
-            for place, is_hit in outcomes:
+            for place, hit in outcomes:
                 hits, tries = self._accepted.get((source, place), (0.0, 0.0))
-                self._accepted[source, place] = 0.995 * hits + is_hit, 0.995 * tries + 1
+                self._accepted[source, place] = 0.995 * hits + hit, 0.995 * tries + 1
 
     def acceptance(self, source: str, place: int) -> tuple[float, float]:
         """Accepted and tried draft tokens of a place in all calls so far; old ones fade."""

@@ -24,8 +24,8 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from .acceptance import DRAFTER, LOOKUP, DraftAcceptance
-from .admission import EntropyGate, PassCosts, SurvivalGate, admit, budget
+from .acceptance import DRAFTER, LOOKUP, DraftAcceptance, DraftOutcome
+from .admission import ConfidenceGate, EntropyGate, PassCosts, SurvivalGate, admit, budget
 from .auto_schedule import AutoSchedule
 from .costs import CostTable, RoundCosts
 from .errors import UnsupportedGenerationError
@@ -105,6 +105,7 @@ class PricedSchedule(ConstantSchedule):
         super().__init__(settings, table, pads_rows)
         self._pads_rows = pads_rows
         self._costs = RoundCosts(table)
+        self._trust = table.trust
 
     def plan(self, rows: Sequence[RowState]) -> Plan:
         if self._costs.num_plain(len(rows)) == 0:
@@ -121,6 +122,8 @@ class PricedSchedule(ConstantSchedule):
 
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: float, draft_seconds: float | None) -> None:
         observe_costs(self._costs, plan, outcomes, seconds, draft_seconds, self._pads_rows)
+        if isinstance(plan.gate, ConfidenceGate):
+            plan.gate.learn([outcome.accepted for outcome in outcomes], [outcome.proposed for outcome in outcomes])
 
     def pass_costs(self, longest: Plan) -> PassCosts:
         """Prices of a round in which the drafter runs as long as it can."""
@@ -141,7 +144,7 @@ class HardwareSchedule(PricedSchedule):
     """Algorithm 1: the confidences of the draft against the prices of this machine, over all rows together."""
 
     def plan_priced(self, longest: Plan, rows: Sequence[RowState]) -> Plan:
-        return Plan(longest.rows, "hardware", SurvivalGate(len(rows), self.pass_costs(longest)))
+        return Plan(longest.rows, "hardware", SurvivalGate(len(rows), self.pass_costs(longest), trust=self._trust))
 
 
 class DecoupledHardwareSchedule(PricedSchedule):
@@ -163,7 +166,7 @@ class DecoupledHardwareSchedule(PricedSchedule):
             if not self._pads_rows:
                 # Rows may have left since: the budget goes with their number.
                 num_tokens = round(num_tokens * len(rows) / len(before.survivals))
-        gate = SurvivalGate(len(rows), costs, num_tokens)
+        gate = SurvivalGate(len(rows), costs, num_tokens, self._trust)
         self._gates.append(gate)
         return Plan(longest.rows, "hardware", gate)
 
@@ -200,7 +203,7 @@ class AcceptanceSchedule(PricedSchedule):
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: float, draft_seconds: float | None) -> None:
         super().observe(plan, outcomes, seconds, draft_seconds)
         self._acceptance.observe(
-            (outcome.row, row.num_tokens, outcome.accepted)
+            DraftOutcome(outcome.row, row.num_tokens, outcome.accepted)
             for row, outcome in zip(plan.rows, outcomes, strict=True)
             if row.source == DRAFTER
         )
@@ -287,7 +290,9 @@ def resolve_draft_length(
             f"`prompt_lookup_num_tokens` is {lookup!r}, expected an integer of at least 0 (off)."
         )
     of_entropy = float(threshold) if schedule == "entropy" else 0.0
-    return DraftLength(int(tokens), float(threshold) - of_entropy, schedule, int(lookup), of_entropy)
+    return DraftLength(
+        int(tokens), float(threshold) - of_entropy, schedule, int(lookup), of_entropy, has_confidence_head
+    )
 
 
 def _is_integer(value: object) -> bool:

@@ -32,6 +32,7 @@ class DraftLength:
         lookup_tokens: tokens of a lookup continuation in a round at most; 0 is off.
         entropy_threshold: the same as `confidence_threshold`, of the acceptance that entropy promises; where the
             schedule goes by entropy.
+        has_confidence: whether the drafter has a confidence head.
     """
 
     num_assistant_tokens: int
@@ -39,6 +40,7 @@ class DraftLength:
     schedule: "str | type[Schedule]" = "auto"
     lookup_tokens: int = 0
     entropy_threshold: float = 0.0
+    has_confidence: bool = False
 
     def ends_before(self, confidence: float) -> bool:
         """Whether a position of this confidence is left out, and all after it. NaN ends the draft."""

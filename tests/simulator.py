@@ -8,6 +8,7 @@ meets the same easy and hard tokens.
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import exp, log, nan
 
 from dspark_hf.auto_schedule import AutoSchedule
 from dspark_hf.costs import CostTable
@@ -120,19 +121,36 @@ PROFILES: dict[str, Profile] = {
 
 @dataclass
 class Text:
-    """One row: prompt, true continuation, and what the drafter knows of it."""
+    """One row: prompt, true continuation, and what the drafter knows of it.
+
+    Attributes:
+        ease: by how much the log-odds of each token are above what the profile says; empty: all alike.
+    """
 
     prompt: list[int]
     continuation: list[int]
     profile: Profile
     tape: list[float]
+    ease: list[float] = field(default_factory=list)
+
+    def chance(self, position: int, new: int) -> float:
+        """Of the drafter's token at a position of its block, as the `new`-th of the text."""
+        chance = self.profile(position, new)
+        if not self.ease or chance in (0.0, 1.0):
+            return chance
+        return 1 / (1 + (1 / chance - 1) * exp(-self.ease[new]))
 
 
-def novel_text(profile: Profile, num_tokens: int, seed: int, prompt_length: int = 40) -> Text:
-    """A text without a repetition."""
+def novel_text(profile: Profile, num_tokens: int, seed: int, prompt_length: int = 40, spread: float = 0.0) -> Text:
+    """A text without a repetition.
+
+    `spread`: how much tokens differ in their chance, as a deviation of log-odds.
+    """
     rng = random.Random(seed)
     prompt, rest = list(range(prompt_length)), list(range(prompt_length, prompt_length + num_tokens))
-    return Text(prompt, rest, profile, [rng.random() for _ in range(num_tokens)])
+    text = Text(prompt, rest, profile, [rng.random() for _ in range(num_tokens)])
+    text.ease = [rng.gauss(0, spread) for _ in range(num_tokens)] if spread else []
+    return text
 
 
 @dataclass
@@ -170,7 +188,7 @@ class _Row:
                 assert state.offer is not None
                 stands = state.offer.token_ids[position] == self.text.continuation[new]
             else:
-                stands = self.text.tape[new] < self.text.profile(position, new)
+                stands = self.text.tape[new] < self.text.chance(position, new)
             if not stands:
                 break
             position += 1
@@ -182,8 +200,45 @@ class _Row:
         self.num_new += num_tokens
 
 
-def simulate(schedule: Schedule, on: Machine, texts: Sequence[Text], lookup_tokens: int = 16) -> Run:
+@dataclass
+class Head:
+    """A confidence head: log-odds of the true chance, times a slope plus a shift."""
+
+    slope: float = 1.0
+    shift: float = 0.0
+
+    def confidence(self, chance: float) -> float:
+        if chance in (0.0, 1.0):
+            return chance
+        return 1 / (1 + exp(-self.slope * log(chance / (1 - chance)) - self.shift))
+
+
+def gated(plan: Plan, rows: "Sequence[_Row]", head: Head) -> Plan:
+    """What is left of a plan when its gate has seen the confidences of the drafts."""
+    assert plan.gate is not None
+    lengths = [p.num_tokens if p.source == "drafter" else 0 for p in plan.rows]
+    for position in range(max(lengths)):
+        signals = [
+            head.confidence(row.text.chance(position, row.num_new + position)) if length > position else nan
+            for row, length in zip(rows, lengths, strict=True)
+        ]
+        is_open = plan.gate.opens(position, signals)
+        lengths = [length if is_on else min(length, position) for length, is_on in zip(lengths, is_open, strict=True)]
+    admitted = plan.gate.admitted(lengths)
+    return Plan(
+        [
+            RowPlan("drafter", min(length, n)) if p.source == "drafter" else p
+            for p, length, n in zip(plan.rows, lengths, admitted, strict=True)
+        ],
+        plan.reason,
+    )
+
+
+def simulate(
+    schedule: Schedule, on: Machine, texts: Sequence[Text], lookup_tokens: int = 16, head: Head | None = None
+) -> Run:
     """One call: a round after the other until every row has its continuation. Finished rows leave the batch."""
+    head = head or Head()
     run = Run()
     rows = [
         _Row(i, text, ContextLookup([*text.prompt, text.continuation[0]]) if lookup_tokens else None)
@@ -192,16 +247,17 @@ def simulate(schedule: Schedule, on: Machine, texts: Sequence[Text], lookup_toke
     while rows := [row for row in rows if row.rest > 0]:
         states = [row.state(lookup_tokens) for row in rows]
         plan = schedule.plan(states)
-        accepted = [row.accepted(p, s) for row, p, s in zip(rows, plan.rows, states, strict=True)]
-        size = on.size([p.num_tokens for p in plan.rows])
-        drafting = [p.num_tokens for p in plan.rows if p.source == "drafter"]
+        sent = plan if plan.gate is None else gated(plan, rows, head)
+        accepted = [row.accepted(p, s) for row, p, s in zip(rows, sent.rows, states, strict=True)]
+        size = on.size([p.num_tokens for p in sent.rows])
+        drafting = [p.num_tokens for p in sent.rows if p.source == "drafter"]
         context = sum(s.context_length for s in states) / len(states)
         draft = on.draft_seconds(len(drafting), max(drafting)) if drafting else 0.0
         seconds = draft + on.pass_seconds(len(rows), size, context)
         factor = on.disturbance(len(rows), size)
         outcomes = [
             RowOutcome(row.number, p.source, p.num_tokens, a)
-            for row, p, a in zip(rows, plan.rows, accepted, strict=True)
+            for row, p, a in zip(rows, sent.rows, accepted, strict=True)
         ]
         schedule.observe(plan, outcomes, factor * seconds, factor * draft if on.times_drafts else None)
         run.seconds += seconds
@@ -228,9 +284,11 @@ class Fixed(Schedule):
         return RowPlan(self.source, n) if n else RowPlan("none", 0)
 
 
-def auto(name: str, table: CostTable | None = None, lookup_tokens: int = 0) -> AutoSchedule:
+def auto(
+    name: str, table: CostTable | None = None, lookup_tokens: int = 0, has_confidence: bool = False
+) -> AutoSchedule:
     """The schedule as a call on this machine makes it."""
-    settings = DraftLength(NUM_DRAFT_TOKENS, 0.0, "auto", lookup_tokens)
+    settings = DraftLength(NUM_DRAFT_TOKENS, 0.0, "auto", lookup_tokens, has_confidence=has_confidence)
     return AutoSchedule(settings, CostTable() if table is None else table, machine(name).pads_rows)
 
 

@@ -7,7 +7,8 @@ from statistics import mean
 
 import pytest
 
-from dspark_hf.admission import EntropyGate, PassCosts, SurvivalGate, admit, budget, spend
+from dspark_hf.admission import EntropyGate, ForesightGate, PassCosts, SurvivalGate, admit, budget, spend
+from dspark_hf.trust import Trust
 
 # Seconds of a pass by its draft tokens, one row: steps at multiples of eight, a steep line, nearly flat.
 JAGGED = [20.0 + 0.2 * n + 9.0 * ((n + 1) // 8) for n in range(65)]
@@ -181,6 +182,93 @@ class TestSurvivalGate:
         for position, signals in enumerate([[0.9, 0.8], [0.2, 0.9]]):
             assert gate.opens(position, signals) == [True, True]
         assert gate.admitted([2, 2]) == [1, 2]
+
+
+class Blind(Trust):
+    """Takes every confidence at its word."""
+
+    def chance(self, confidence, hope=0.0):
+        return super().chance(confidence)
+
+
+class TestForesightGate:
+    def gate(self, usual, seconds, rate, values=None, draft_slope=0.0, num_copied=0, trust=None):
+        values = values or [1.0] * len(usual)
+        return ForesightGate(usual, values, seconds, draft_slope, rate, num_copied, trust or Blind())
+
+    def drawn(self, gate, confidences):
+        """Draft lengths, where the head says this at each position of each row."""
+        lengths = [len(row) for row in confidences]
+        for position in range(max(lengths)):
+            signals = [row[position] if n > position else nan for row, n in zip(confidences, lengths, strict=True)]
+            for slot, is_open in enumerate(gate.opens(position, signals)):
+                lengths[slot] = lengths[slot] if is_open else min(lengths[slot], position)
+        assert gate.admitted(lengths) == lengths
+        return lengths
+
+    def test_a_dear_token_is_drawn_for_the_cheap_ones_behind_it(self):
+        seconds, rate = [20.0, 35.0, 35.2, 35.4], 1 / 20
+        assert self.drawn(self.gate([[0.7, 0.7, 0.7]], seconds, rate), [[0.7, 0.7, 0.7]]) == [3]
+        # By itself, none of them would do.
+        assert self.drawn(self.gate([[0.7]], seconds, rate), [[0.7]]) == [0]
+        assert admit([[0.7, 0.49, 0.343]], PassCosts(seconds, num_rows=1)) == [0]
+
+    def test_a_disappointment_ends_it(self):
+        gate = self.gate([[0.9] * 5], [20.0 + 2 * n for n in range(6)], rate=1 / 10)
+        assert self.drawn(gate, [[0.9, 0.9, 0.1, 0.9, 0.9]]) == [2]
+
+    def test_with_confidences_as_usual_it_finds_the_best_length(self):
+        rng = random.Random(5)
+        for _ in range(300):
+            usual, seconds = [rng.random() for _ in range(6)], [20.0]
+            for _ in range(6):
+                seconds.append(seconds[-1] + rng.choice([0.1, 1.0, 6.0]))
+            rate, slope, copied = rng.uniform(0.02, 0.2), rng.choice([0.0, 0.5]), rng.randint(0, 2)
+            (length,) = self.drawn(self.gate([usual], seconds, rate, None, slope, copied), [usual])
+            worth, net = 0.0, [0.0]
+            for n in range(1, 7):
+                survival = 1.0
+                for chance in usual[:n]:
+                    survival *= chance
+                worth += survival
+                at = min(copied + n, 6)
+                net.append(worth - rate * (seconds[at] - seconds[copied] + slope * n))
+            assert net[length] == pytest.approx(max(net))
+
+    def test_rows_share_what_pays(self):
+        gate = self.gate([[0.5] * 3] * 3, [20.0 + 3 * n for n in range(10)], rate=1 / 10, values=[1.0, 1.0, 0.2])
+        assert self.drawn(gate, [[0.9, 0.8, 0.7], [0.4, 0.5, 0.9], [0.9, 0.9, 0.9]]) == [3, 1, 0]
+
+    def test_a_row_without_a_draft_gets_none(self):
+        gate = self.gate([[0.9, 0.9], []], [20.0] * 5, rate=1 / 10)
+        assert gate.opens(0, [0.9, nan]) == [True, False]
+
+    @pytest.mark.parametrize("confidence", [0.0, nan, -1.0, 1.5])
+    def test_what_is_no_chance_ends_the_row(self, confidence):
+        gate = self.gate([[0.9, 0.9]], [20.0, 21.0, 22.0], rate=1 / 10)
+        assert gate.opens(0, [confidence]) == [False]
+        assert gate.opens(1, [0.9]) == [False]
+
+    def test_what_was_refused_is_told_apart_from_what_ended_otherwise(self):
+        gate = self.gate([[0.9, 0.9]] * 3, [20.0 + 2 * n for n in range(7)], rate=1 / 10)
+        gate.opens(0, [0.9, 0.05, 0.9])
+        gate.opens(1, [0.9, nan, nan])
+        assert [gate.refused_chance(slot) for slot in range(3)] == [None, pytest.approx(0.05), None]
+
+    def test_the_trust_learns_what_was_verified(self):
+        trust = Trust()
+        for _ in range(100):
+            gate = self.gate([[0.9, 0.9]], [20.0, 20.0, 20.0], rate=1 / 10, trust=trust)
+            gate.opens(0, [0.8])
+            gate.opens(1, [0.6])
+            gate.learn(accepted=[1], proposed=[2])
+        assert trust.chance(0.8) > 0.8
+        assert trust.chance(0.6) < 0.3
+
+    def test_low_confidences_get_the_benefit_of_the_doubt_or_nothing_would_ever_be_learned(self):
+        seconds = [20.0, 27.0, 28.0, 28.5]
+        assert self.drawn(self.gate([[0.7] * 3], seconds, 1 / 10), [[0.38, 0.7, 0.7]]) == [0]
+        assert self.drawn(self.gate([[0.7] * 3], seconds, 1 / 10, trust=Trust()), [[0.38, 0.7, 0.7]]) == [3]
 
 
 class TestEntropyGate:

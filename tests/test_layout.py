@@ -29,6 +29,7 @@ ORDER = [
     "target_taps",
     "target_attention",
     "lookup",
+    "trust",
     "costs",
     "acceptance",
     "scheduling",

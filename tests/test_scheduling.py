@@ -23,7 +23,7 @@ from simulator import (
 from transformers import GenerationConfig
 
 from dspark_hf import UnsupportedGenerationError
-from dspark_hf.acceptance import DraftAcceptance, LookupAcceptance
+from dspark_hf.acceptance import DraftAcceptance, DraftOutcome, LookupAcceptance
 from dspark_hf.admission import SurvivalGate
 from dspark_hf.auto_schedule import AutoSchedule
 from dspark_hf.costs import CostTable
@@ -89,17 +89,18 @@ class TestSettings:
         return resolve_draft_length(config or GenerationConfig(), 7, True, **given)  # type: ignore[arg-type]
 
     def test_without_a_word_drafts_adapt_and_lookups_are_on(self):
-        assert self.resolve() == DraftLength(7, 0.0, "auto", AutoSchedule.LOOKUP_TOKENS)
+        assert self.resolve() == DraftLength(7, 0.0, "auto", AutoSchedule.LOOKUP_TOKENS, has_confidence=True)
         assert self.resolve(lookup_tokens=0).lookup_tokens == 0
 
     def test_a_constant_draft_is_never_replaced_unless_asked_for(self):
-        assert self.resolve(schedule="constant") == DraftLength(7, 0.0, "constant", 0)
+        assert self.resolve(schedule="constant") == DraftLength(7, 0.0, "constant", 0, has_confidence=True)
         assert self.resolve(schedule="constant", lookup_tokens=4).lookup_tokens == 4
 
     def test_the_call_goes_before_the_drafters_settings(self):
         config = GenerationConfig(num_assistant_tokens_schedule="constant", num_assistant_tokens=3)
-        assert self.resolve(config) == DraftLength(3, 0.0, "constant", 0)
-        assert self.resolve(config, schedule="auto", num_assistant_tokens=2) == DraftLength(2, 0.0, "auto", 16)
+        assert self.resolve(config) == DraftLength(3, 0.0, "constant", 0, has_confidence=True)
+        adapting = self.resolve(config, schedule="auto", num_assistant_tokens=2)
+        assert adapting == DraftLength(2, 0.0, "auto", 16, has_confidence=True)
 
     @pytest.mark.parametrize("schedule", ["heuristic_transient", "dynamic", "", 3, ["auto"], int, CostTable])
     def test_other_schedules_are_refused(self, schedule):
@@ -322,7 +323,7 @@ class TestLookups:
             for _ in range(4):
                 schedule._costs.observe(1, size, 0, 0, 50 + size / 2, None)
         for _ in range(10):
-            schedule._drafts.observe([(0, 7, 1)])
+            schedule._drafts.observe([DraftOutcome(0, 7, 1)])
         return schedule
 
     def test_a_long_match_goes_before_the_drafter(self):
@@ -432,20 +433,20 @@ class TestAcceptance:
     def test_chances_are_found(self):
         acceptance = DraftAcceptance(CostTable(), 3)
         for accepted in (3, 3, 1, 0) * 50:
-            acceptance.observe([(0, 3, accepted)])
+            acceptance.observe([DraftOutcome(0, 3, accepted)])
         assert acceptance.gains(0, 3) == pytest.approx([0, 0.75, 1.25, 1.75], abs=0.12)
 
     def test_a_position_without_tries_is_like_the_one_before(self):
         acceptance = DraftAcceptance(CostTable(), 7)
         for _ in range(100):
-            acceptance.observe([(0, 2, 2), (1, 2, 2)])
+            acceptance.observe([DraftOutcome(0, 2, 2), DraftOutcome(1, 2, 2)])
         gains = acceptance.gains(0, 7)
         assert gains[7] - gains[6] > 0.9
 
     def test_rows_differ_as_far_as_they_have_shown(self):
         acceptance = DraftAcceptance(CostTable(), 7)
         for _ in range(20):
-            acceptance.observe([(0, 7, 7), (1, 7, 0)])
+            acceptance.observe([DraftOutcome(0, 7, 7), DraftOutcome(1, 7, 0)])
         good, bad, new = (acceptance.gains(number, 7)[-1] for number in range(3))
         assert good > 1.5 * new
         assert bad < new / 3
@@ -453,18 +454,18 @@ class TestAcceptance:
     def test_they_follow_the_text(self):
         acceptance = DraftAcceptance(CostTable(), 1)
         for accepted in [1] * 200 + [0] * 40:
-            acceptance.observe([(0, 1, accepted)])
+            acceptance.observe([DraftOutcome(0, 1, accepted)])
         assert acceptance.gains(0, 1)[1] < 0.3
 
     def test_old_knowledge_yields_to_new(self):
         def after_three_hits(forgets: bool) -> float:
             acceptance = DraftAcceptance(CostTable(), 1)
             for _ in range(100):
-                acceptance.observe([(0, 1, 0)])
+                acceptance.observe([DraftOutcome(0, 1, 0)])
             if forgets:
                 acceptance.forget()
             for _ in range(3):
-                acceptance.observe([(0, 1, 1)])
+                acceptance.observe([DraftOutcome(0, 1, 1)])
             return acceptance.gains(0, 1)[1]
 
         assert after_three_hits(True) > 0.5 > 0.2 > after_three_hits(False)
@@ -474,7 +475,7 @@ class TestAcceptance:
         table = CostTable()
         assert 0.5 < DraftAcceptance(table, 7).gains(0, 7)[-1] < 2
         for _ in range(50):
-            DraftAcceptance(table, 7).observe([(0, 7, accepted)])
+            DraftAcceptance(table, 7).observe([DraftOutcome(0, 7, accepted)])
         assert low < DraftAcceptance(table, 7).gains(0, 7)[-1] < high
 
     def test_lookups_are_worth_more_the_longer_the_match(self):
