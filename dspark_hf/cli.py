@@ -14,7 +14,7 @@ from transformers import HfArgumentParser
 
 from . import __version__
 from .alignment import check_alignment
-from .benchmark import BenchmarkSettings, run_benchmark
+from .benchmark import BenchmarkSettings, SweepSettings, run_benchmark, run_sweep
 from .calibration_run import CalibrationSettings, run_calibration
 from .comparison import PairSettings, load_pair
 from .demo import DemoSettings, run_demo
@@ -38,6 +38,11 @@ def _demo(settings: DemoSettings) -> int:
 
 def _bench(settings: BenchmarkSettings) -> int:
     run_benchmark(settings)
+    return 0
+
+
+def _sweep(settings: SweepSettings) -> int:
+    run_sweep(settings)
     return 0
 
 
@@ -68,6 +73,7 @@ def _version(settings: VersionSettings) -> int:
 COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "demo": (DemoSettings, _demo),
     "bench": (BenchmarkSettings, _bench),
+    "sweep": (SweepSettings, _sweep),
     "calibrate": (CalibrationSettings, _calibrate),
     "profile": (ProfileSettings, _profile),
     "check": (CheckSettings, _check),

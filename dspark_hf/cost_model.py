@@ -1,7 +1,8 @@
-"""Prices of rounds in a file: measured once, for schedules that must not go by the clock of the running call.
+"""Prices of rounds in a file: measured once, instead of learned from the first rounds of a pair.
 
-Without one, every call learns what its own rounds cost (`costs`). With one, `drafter.cost_model = model`, prices stand
-still: then the same seed and settings give the same sampled text, as with a schedule without prices.
+Left in the cache (`model.save()`), they are where the calls of this pair, on this machine, start from; the calls go on
+learning. Given to a drafter (`drafter.cost_model = model`), they stand still: then no decision depends on the clock,
+and the same seed and settings give the same sampled text, as with a schedule without prices.
 """
 
 import hashlib
@@ -27,24 +28,51 @@ from .trace import Round
 
 
 @dataclass(frozen=True)
-class CostModel:
+class Prices:
     """Seconds of the parts of a round.
 
     Attributes:
-        place: what they hold for: device, dtypes, threads, models, versions.
-        context_length: tokens before the round in which they were measured.
         passes: of the target's pass, and all of the round beside the draft, by rows and by draft tokens of all rows.
         drafts: of a draft, by rows and by draft tokens of a row.
     """
 
-    place: dict[str, Any]
-    context_length: int
     passes: dict[int, dict[int, float]]
     drafts: dict[int, dict[int, float]]
 
-    def table(self) -> CostTable:
-        """The prices as schedules read them; nothing is learned into it."""
-        return CostTable.fixed(self.passes, self.drafts)
+
+@dataclass(frozen=True)
+class CostModel:
+    """Prices of a pair.
+
+    Attributes:
+        place: what they hold for: device, dtypes, threads, models, versions.
+        contexts: by the tokens before the round, ascending.
+    """
+
+    place: dict[str, Any]
+    contexts: dict[int, Prices]
+
+    def prices(self, context_length: int | None = None) -> Prices:
+        """The prices at a context length: between two that were measured, in proportion; beyond them, those of the
+        nearest. `None`: of the shortest."""
+        known = sorted(self.contexts)
+        length = known[0] if context_length is None else min(max(context_length, known[0]), known[-1])
+        above = next(n for n in known if n >= length)
+        below = max(n for n in known if n <= length)
+        if above == below:
+            return self.contexts[above]
+        at = (length - below) / (above - below)
+        low, high = self.contexts[below], self.contexts[above]
+        return Prices(_between(low.passes, high.passes, at), _between(low.drafts, high.drafts, at))
+
+    def table(self, context_length: int | None = None, is_fixed: bool = True) -> CostTable:
+        """The prices as schedules read them.
+
+        Args:
+            is_fixed: nothing is learned into it.
+        """
+        prices = self.prices(context_length)
+        return CostTable.of(prices.passes, prices.drafts, is_fixed)
 
     def save(self, path: str | os.PathLike | None = None) -> Path:
         """Writes the file; without a path, into the user's cache, under a name made of `place`."""
@@ -63,10 +91,16 @@ class CostModel:
         text = Path(path).read_text(encoding="utf-8")
         try:
             fields = json.loads(text)
-            passes, drafts = _numbers(fields["passes"]), _numbers(fields["drafts"])
-            if not all(0 in of_rows and min(of_rows.values()) > 0 for of_rows in passes.values()):
+            contexts = {
+                int(length): Prices(_numbers(prices["passes"]), _numbers(prices["drafts"]))
+                for length, prices in fields["contexts"].items()
+            }
+            curves = [of_rows for prices in contexts.values() for of_rows in prices.passes.values()]
+            if not curves or not all(0 in of_rows and min(of_rows.values()) > 0 for of_rows in curves):
                 raise ValueError("a price is missing or not positive")
-            return cls(dict(fields["place"]), int(fields["context_length"]), passes, drafts)
+            if len({(tuple(prices.passes), tuple(prices.drafts)) for prices in contexts.values()}) > 1:
+                raise ValueError("its context lengths have prices for different numbers of rows")
+            return cls(dict(fields["place"]), contexts)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise OSError(f"{path} holds no prices ({error}). Write it anew with `profile_costs`.") from error
 
@@ -81,7 +115,7 @@ class CostModel:
         here = place_of(target, drafter)
         return {name: (self.place.get(name), value) for name, value in here.items() if self.place.get(name) != value}
 
-    def speed_ups(self, num_rows: int, acceptance: float) -> list[float]:
+    def speed_ups(self, num_rows: int, acceptance: float, context_length: int | None = None) -> list[float]:
         """Expected speed over plain decoding, of drafts of 0, 1, ... tokens for every row, by these prices.
 
         A draft of n tokens brings tau = 1 + p + ... + p^n tokens a row, and lasts as long as the draft and the pass:
@@ -90,15 +124,17 @@ class CostModel:
         Args:
             num_rows: rows of the batch; one of those that were measured.
             acceptance: p, the chance that a draft token is accepted where those before it are.
+            context_length: tokens before the round; default: the shortest measured.
 
         Raises:
             ValueError: `num_rows` was not measured, or `acceptance` is no chance.
         """
-        if num_rows not in self.passes:
-            raise ValueError(f"No prices for {num_rows} rows, only for {', '.join(map(str, sorted(self.passes)))}.")
+        prices = self.prices(context_length)
+        if num_rows not in prices.passes:
+            raise ValueError(f"No prices for {num_rows} rows, only for {', '.join(map(str, sorted(prices.passes)))}.")
         if not 0 <= acceptance <= 1:
             raise ValueError(f"`acceptance` is {acceptance}, expected a chance from 0 to 1.")
-        passes, drafts = self.passes[num_rows], self.drafts.get(num_rows, {})
+        passes, drafts = prices.passes[num_rows], prices.drafts.get(num_rows, {})
         lengths = sorted(size // num_rows for size in passes)
         tokens = [sum(acceptance**k for k in range(1 + n)) for n in lengths]
         seconds = [passes[num_rows * n] + (drafts[n] if n else 0.0) for n in lengths]
@@ -136,6 +172,14 @@ def _numbers(part: dict[str, dict[str, float]]) -> dict[int, dict[int, float]]:
     return {int(rows): {int(n): float(seconds) for n, seconds in of.items()} for rows, of in part.items()}
 
 
+def _between(low: dict[int, dict[int, float]], high: dict[int, dict[int, float]], at: float) -> dict:
+    """Prices in proportion: `at` 0 gives the first ones, 1 the others."""
+    return {
+        rows: {n: (1 - at) * seconds + at * high[rows][n] for n, seconds in of.items() if n in high[rows]}
+        for rows, of in low.items()
+    }
+
+
 class _Sweep(ConstantSchedule):
     """Every number of draft tokens in turn, the same for all rows, then again."""
 
@@ -153,52 +197,70 @@ def profile_costs(
     drafter: DSparkDrafter,
     *,
     batch_sizes: Sequence[int] = (1,),
-    context_length: int = 256,
+    context_lengths: Sequence[int] = (256,),
     repeats: int = 7,
     seed: int = 0,
 ) -> CostModel:
     """Measures what rounds of a pair cost, by decoding a random text with drafts of every length in turn.
 
-    A few seconds for each batch size, on an otherwise idle machine.
+    A few seconds for each batch size and context length, on an otherwise idle machine.
 
     Args:
         batch_sizes: rows of the passes that are measured; others are taken from the nearest.
-        context_length: tokens of the prompts. Prices grow with it, nearly all at the same pace, and only their ratios
-            count.
+        context_lengths: tokens of the prompts. Prices grow with them, nearly all at the same pace, and only their
+            ratios count: a second length matters for texts of many thousand tokens.
         repeats: of each length; the median counts.
         seed: of the random prompts.
 
     Raises:
         ValueError: a number is out of range.
     """
-    if not batch_sizes or min(batch_sizes) < 1 or context_length < 1 or repeats < 1:
-        raise ValueError("`batch_sizes`, `context_length` and `repeats` must hold numbers from 1 on.")
+    if not batch_sizes or not context_lengths or min(*batch_sizes, *context_lengths, repeats) < 1:
+        raise ValueError("`batch_sizes`, `context_lengths` and `repeats` must hold numbers from 1 on.")
+    generator = torch.Generator().manual_seed(seed)
+    contexts = {}
+    for context_length in sorted(set(context_lengths)):
+        measured = {
+            num_rows: _measure(target, drafter, num_rows, context_length, repeats, generator)
+            for num_rows in sorted(set(batch_sizes))
+        }
+        contexts[context_length] = Prices(
+            {num_rows: passes for num_rows, (passes, _) in measured.items()},
+            {num_rows: drafts for num_rows, (_, drafts) in measured.items()},
+        )
+    return CostModel(place_of(target, drafter), contexts)
+
+
+def _measure(
+    target: Any,
+    drafter: DSparkDrafter,
+    num_rows: int,
+    context_length: int,
+    repeats: int,
+    generator: torch.Generator,
+) -> tuple[dict[int, float], dict[int, float]]:
+    """Seconds of passes by their size and of drafts by their length."""
     num_lengths = 1 + drafter.config.num_draft_tokens
     vocab_size = target.config.get_text_config(decoder=True).vocab_size
-    generator = torch.Generator().manual_seed(seed)
-    passes: dict[int, dict[int, float]] = {}
-    drafts: dict[int, dict[int, float]] = {}
-    for num_rows in sorted(set(batch_sizes)):
-        input_ids = torch.randint(vocab_size, (num_rows, context_length), generator=generator).to(target.device)
-        rounds: list[Round] = []
-        # The first turn does not count: the first pass of each size pays for what happens once.
-        while len(rounds) < (repeats + 1) * num_lengths:
-            num_tokens = (repeats + 1) * num_lengths
-            with drafter.trace() as trace:
-                target.generate(
-                    input_ids=input_ids,
-                    attention_mask=torch.ones_like(input_ids),
-                    min_new_tokens=num_tokens,
-                    max_new_tokens=num_tokens,
-                    do_sample=False,
-                    num_beams=1,
-                    assistant_model=drafter,
-                    num_assistant_tokens_schedule=_Sweep,
-                )
-            # Where the room ran out, drafts are cut and rows gone.
-            rounds += [one for one in trace.rounds if len(one.rows) == num_rows and _is_even(one)]
-        passes[num_rows], drafts[num_rows] = _medians(rounds[num_lengths:], num_rows)
-    return CostModel(place_of(target, drafter), context_length, passes, drafts)
+    input_ids = torch.randint(vocab_size, (num_rows, context_length), generator=generator).to(target.device)
+    rounds: list[Round] = []
+    # The first turn does not count: the first pass of each size pays for what happens once.
+    while len(rounds) < (repeats + 1) * num_lengths:
+        num_tokens = (repeats + 1) * num_lengths
+        with drafter.trace() as trace:
+            target.generate(
+                input_ids=input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                min_new_tokens=num_tokens,
+                max_new_tokens=num_tokens,
+                do_sample=False,
+                num_beams=1,
+                assistant_model=drafter,
+                num_assistant_tokens_schedule=_Sweep,
+            )
+        # Where the room ran out, drafts are cut and rows gone.
+        rounds += [one for one in trace.rounds if len(one.rows) == num_rows and _is_even(one)]
+    return _medians(rounds[num_lengths:], num_rows)
 
 
 def _is_even(one: Round) -> bool:

@@ -62,15 +62,18 @@ class CostTable:
         self._num_ends, self._num_tokens = 1.0, float(_USUAL_LENGTH)
 
     @classmethod
-    def fixed(cls, passes: dict[int, dict[int, float]], drafts: dict[int, dict[int, float]]) -> "CostTable":
-        """Prices that stand still: nothing is learned into this table, so no decision by it depends on the clock.
+    def of(
+        cls, passes: dict[int, dict[int, float]], drafts: dict[int, dict[int, float]], is_fixed: bool = False
+    ) -> "CostTable":
+        """A table that starts with prices measured before.
 
         Args:
             passes: seconds of the target's pass, by rows and by size.
             drafts: seconds of a draft, by rows and by draft tokens.
+            is_fixed: nothing is learned into it, so that no decision by it depends on the clock.
         """
         table = cls()
-        table.is_fixed = True
+        table.is_fixed = is_fixed
         for num_rows, by_size in passes.items():
             curve = table._passes.setdefault(num_rows, {})
             for size, seconds in by_size.items():

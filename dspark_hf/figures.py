@@ -46,6 +46,70 @@ def plot_reliability(calibration: Calibration, path: str | os.PathLike) -> None:
     pyplot.close(figure)
 
 
+def plot_thresholds(curves: dict[str, list[tuple[float, float, float]]], path: str | os.PathLike) -> None:
+    """Draws what a static confidence threshold does: acceptance rate (left) and tokens per round (right) against it.
+
+    Args:
+        curves: by name, `(threshold, accepted over verified draft tokens, tokens per round)`.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: there is no point to draw.
+    """
+    if not any(curves.values()):
+        raise ValueError("No threshold was measured: name methods like dspark-confidence:0.5.")
+    pyplot = _pyplot()
+    figure, (rates, lengths) = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for name, points in curves.items():
+        thresholds = [threshold for threshold, _, _ in points]
+        rates.plot(thresholds, [100 * rate for _, rate, _ in points], marker="o", markersize=4, label=name)
+        lengths.plot(thresholds, [length for _, _, length in points], marker="o", markersize=4, label=name)
+    rates.set_ylabel("accepted of verified draft tokens, %")
+    rates.set_ylim(0, 100)
+    lengths.set_ylabel("tokens per round (τ)")
+    lengths.set_ylim(bottom=1)
+    for panel in (rates, lengths):
+        panel.set_xlabel("assistant_confidence_threshold")
+        panel.grid(alpha=0.3)
+    lengths.legend(fontsize=8, frameon=False)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def plot_costs(
+    contexts: dict[int, tuple[dict[int, dict[int, float]], dict[int, dict[int, float]]]], path: str | os.PathLike
+) -> None:
+    """Draws the cost curve: seconds of the target's pass by its draft tokens, and of a draft, for each batch size.
+
+    Args:
+        contexts: by context length, seconds of passes by rows and by draft tokens of all rows, and seconds of drafts
+            by rows and by draft tokens of a row.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    pyplot = _pyplot()
+    figure, panels = pyplot.subplots(
+        1, len(contexts), figsize=(1 + 4.5 * len(contexts), 3.8), sharey=True, squeeze=False, layout="constrained"
+    )
+    for panel, (context_length, (passes, drafts)) in zip(panels[0], sorted(contexts.items()), strict=True):
+        for number, (num_rows, by_size) in enumerate(sorted(passes.items())):
+            color, rows = f"C{number}", "1 row" if num_rows == 1 else f"{num_rows} rows"
+            sizes, lengths = sorted(by_size), sorted(drafts[num_rows])
+            of_row = [size / num_rows for size in sizes]
+            panel.plot(of_row, [1e3 * by_size[n] for n in sizes], marker="o", markersize=4, color=color, label=rows)
+            draft_ms = [1e3 * drafts[num_rows][n] for n in lengths]
+            panel.plot(lengths, draft_ms, linestyle="--", marker=".", color=color, label=f"{rows}: draft")
+        panel.set_title(f"{context_length:,} tokens of context", fontsize=9)
+        panel.set_xlabel("draft tokens of a row")
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.3)
+    panels[0][0].set_ylabel("milliseconds")
+    panels[0][0].legend(fontsize=8, frameon=False)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
 def _draw(panel: Any, curve: Reliability, color: str, label: str) -> None:
     total = max(1, sum(curve.count))
     bins = [i for i, count in enumerate(curve.count) if count]

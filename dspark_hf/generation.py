@@ -22,6 +22,7 @@ from ._compat import TargetModel, get_cache
 from .alignment import check_pair
 from .candidate_generator import Draft, DSparkCandidateGenerator, nothing
 from .committing import Committer
+from .cost_model import CostModel
 from .costs import CostTable
 from .lookup import ContextLookup
 from .modeling_dspark import DSparkDrafter
@@ -139,7 +140,9 @@ class SpeculativeDecoding:
             decoding = _Decoding(
                 model=model,
                 generator=generator,
-                schedule=new_schedule(self.draft_length, _cost_table(model, self.drafter), pads_rows),
+                schedule=new_schedule(
+                    self.draft_length, _cost_table(model, self.drafter, input_ids.shape[1]), pads_rows
+                ),
                 committer=committer,
                 config=generation_config,
                 model_kwargs=model_kwargs,
@@ -386,12 +389,13 @@ class _Decoding:
         self.model(self.sequences.prefix(0)[:, -1:], use_cache=False)
 
 
-def _cost_table(model: TargetModel, drafter: DSparkDrafter) -> CostTable:
-    """What rounds of this pair cost where it stands now; measured by all its calls, or given with the drafter."""
+def _cost_table(model: TargetModel, drafter: DSparkDrafter, context_length: int) -> CostTable:
+    """What rounds of this pair cost where it stands now: given with the drafter, or measured by all its calls, which
+    start from what a profile left in the cache."""
     if drafter.cost_model is not None:
         differences = drafter.cost_model.differences(model, drafter)
         if not differences:
-            return drafter.cost_model.table()
+            return drafter.cost_model.table(context_length)
         found = "; ".join(f"{name}: {there} there, {here} here" for name, (there, here) in differences.items())
         warnings.warn(
             f"`drafter.cost_model` was measured elsewhere ({found}), so this call learns its own prices. Measure anew "
@@ -401,7 +405,11 @@ def _cost_table(model: TargetModel, drafter: DSparkDrafter) -> CostTable:
         )
     by_place = _cost_tables.setdefault(drafter, weakref.WeakKeyDictionary()).setdefault(model, {})
     place = (model.device, model.dtype, drafter.device, drafter.dtype, torch.get_num_threads())
-    return by_place.setdefault(place, CostTable())
+    if place not in by_place:
+        cached = CostModel.cached(model, drafter)
+        table = CostTable() if cached is None else cached.table(context_length, is_fixed=False)
+        return by_place.setdefault(place, table)
+    return by_place[place]
 
 
 _cost_tables: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()

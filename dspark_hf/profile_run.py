@@ -7,6 +7,7 @@ from rich.table import Table
 
 from .comparison import PairSettings, load_pair
 from .cost_model import CostModel, profile_costs
+from .figures import plot_costs
 
 
 @dataclass
@@ -16,7 +17,9 @@ class ProfileSettings(PairSettings):
     batch_size: list[int] = field(
         default_factory=lambda: [1], metadata={"help": "rows of a pass, one or more numbers"}
     )
-    context_length: int = field(default=256, metadata={"help": "tokens before the draft"})
+    context_length: list[int] = field(
+        default_factory=lambda: [256], metadata={"help": "tokens before the draft, one or more numbers"}
+    )
     repeats: int = field(default=7, metadata={"help": "measurements of each length; the median counts"})
     acceptance: list[float] = field(
         default_factory=lambda: [0.3, 0.5, 0.7, 0.9],
@@ -25,14 +28,14 @@ class ProfileSettings(PairSettings):
     output: str | None = field(
         default=None, metadata={"help": "file for the prices (JSON); default: the user's cache"}
     )
+    plot: str | None = field(default=None, metadata={"help": "file for the cost curve (PNG); needs matplotlib"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, values in (("batch_size", self.batch_size), ("repeats", [self.repeats])):
+        numbers = {"batch_size": self.batch_size, "context_length": self.context_length, "repeats": [self.repeats]}
+        for name, values in numbers.items():
             if not values or min(values) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be 1 or more")
-        if self.context_length < 1:
-            raise ValueError(f"--context-length is {self.context_length}, it must be 1 or more")
         if not all(0 <= chance <= 1 for chance in self.acceptance):
             raise ValueError("--acceptance takes chances from 0 to 1")
 
@@ -44,35 +47,40 @@ def run_profile(settings: ProfileSettings) -> CostModel:
         pair.target,
         pair.drafter,
         batch_sizes=settings.batch_size,
-        context_length=settings.context_length,
+        context_lengths=settings.context_length,
         repeats=settings.repeats,
     )
     console = Console()
-    for num_rows in sorted(model.passes):
-        console.print(_table(model, num_rows, settings))
-        for acceptance in settings.acceptance:
-            console.print(advice(model, num_rows, acceptance))
+    for context_length in model.contexts:
+        for num_rows in sorted(set(settings.batch_size)):
+            console.print(_table(model, num_rows, context_length, settings))
+            for acceptance in settings.acceptance:
+                console.print(advice(model, num_rows, acceptance, context_length))
     print(f"wrote {model.save(settings.output)}")
+    if settings.plot is not None:
+        plot_costs({n: (prices.passes, prices.drafts) for n, prices in model.contexts.items()}, settings.plot)
+        print(f"wrote {settings.plot}")
     return model
 
 
-def advice(model: CostModel, num_rows: int, acceptance: float) -> str:
+def advice(model: CostModel, num_rows: int, acceptance: float, context_length: int | None = None) -> str:
     """The best length of all drafts at an acceptance, and what it brings."""
-    speeds = model.speed_ups(num_rows, acceptance)
+    speeds = model.speed_ups(num_rows, acceptance, context_length)
     best = max(range(len(speeds)), key=speeds.__getitem__)
     if best == 0:
         return f"acceptance {acceptance:g}: no draft pays, decode plainly"
     return f"acceptance {acceptance:g}: drafts of {best}, expected speed x {speeds[best]:.2f} of plain decoding"
 
 
-def _table(model: CostModel, num_rows: int, settings: ProfileSettings) -> Table:
+def _table(model: CostModel, num_rows: int, context_length: int, settings: ProfileSettings) -> Table:
     rows = "1 row" if num_rows == 1 else f"{num_rows} rows"
-    table = Table(title=f"{rows}, {model.context_length} tokens of context: milliseconds, and speed by acceptance")
+    table = Table(title=f"{rows}, {context_length} tokens of context: milliseconds, and speed by acceptance")
     for name in ("draft tokens", "pass", "draft", *(f"x at {chance:g}" for chance in settings.acceptance)):
         table.add_column(name, justify="right")
-    speeds = [model.speed_ups(num_rows, chance) for chance in settings.acceptance]
-    for n, size in enumerate(sorted(model.passes[num_rows])):
-        draft = f"{1e3 * model.drafts[num_rows][n]:.1f}" if n else ""
-        pass_ms = f"{1e3 * model.passes[num_rows][size]:.1f}"
+    prices = model.prices(context_length)
+    speeds = [model.speed_ups(num_rows, chance, context_length) for chance in settings.acceptance]
+    for n, size in enumerate(sorted(prices.passes[num_rows])):
+        draft = f"{1e3 * prices.drafts[num_rows][n]:.1f}" if n else ""
+        pass_ms = f"{1e3 * prices.passes[num_rows][size]:.1f}"
         table.add_row(str(n), pass_ms, draft, *(f"{of_chance[n]:.2f}" for of_chance in speeds))
     return table

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_sampling_law import DRAFTERS, Law, Tree, assert_same_law, distance, tiny_drafter, tiny_target
+from test_sampling_law import DRAFTERS, Law, Tree, assert_same_law, distance, set_prices, tiny_drafter, tiny_target
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from dspark_hf import DSparkDrafter, candidate_generator, committing
 from dspark_hf.candidate_generator import DSparkCandidateGenerator
+from dspark_hf.policies import SCHEDULES
 from dspark_hf.sampling import draw, is_accepted, probabilities, residual
 
 ROWS = [[0, 1, 1, 2], [2]]
@@ -160,7 +161,7 @@ def assert_exact(
     """The law of both rows together is that of plain sampling, and drafts were accepted and rejected on the way."""
     target, kwargs = tiny_target(), {"max_new_tokens": 3, **kwargs}
     expected = tree.law_of(sampled(target, **kwargs))
-    actual = tree.law_of(sampled(target, assistant_model=drafter, **CONSTANT, **(drafting or {}), **kwargs))
+    actual = tree.law_of(sampled(target, assistant_model=drafter, **{**CONSTANT, **(drafting or {})}, **kwargs))
     assert_same_law(actual, expected)
     assert len(expected) > 3
     assert tree.num_accepted > 0
@@ -187,6 +188,15 @@ class TestLoop:
     def test_the_law_does_not_depend_on_the_confidence_threshold(self, pace: dict[str, Any], tree: BatchTree):
         drafting = {"assistant_confidence_threshold": 0.6}
         assert_exact(tree, tiny_drafter(), drafting, top_k=2, **pace)
+
+    @pytest.mark.parametrize("policy", SCHEDULES)
+    def test_the_law_does_not_depend_on_the_schedule(
+        self, policy: str, pace: dict[str, Any], tree: BatchTree, monkeypatch: pytest.MonkeyPatch
+    ):
+        # A token has to survive with a chance of a third, about: rows draft different lengths.
+        set_prices(monkeypatch, [1 + 0.16 * n for n in range(9)])
+        drafting = {"num_assistant_tokens_schedule": policy, "prompt_lookup_num_tokens": 0}
+        assert_exact(tree, tiny_drafter(), drafting, top_k=2, max_new_tokens=4, **pace)
 
     @pytest.mark.parametrize("collected", ["output_scores", "output_logits"])
     def test_outputs_change_nothing(self, collected: str, tree: BatchTree):

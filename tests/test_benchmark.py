@@ -221,7 +221,7 @@ class TestMethods:
     def test_sampling_starts_each_turn_from_the_seed(self, pair, short_prompts):
         settings = BenchmarkSettings(max_new_tokens=12, do_sample=True, temperature=3.0, prompts=short_prompts, **pair)
         measurer, inputs = measurer_and_inputs(settings)
-        texts = [measurer._generate(METHODS["plain"], inputs, measurer._call(None), seed) for seed in (1, 1, 2)]
+        texts = [measurer.generate(METHODS["plain"], inputs, measurer._call(None), seed) for seed in (1, 1, 2)]
         assert texts[0] == texts[1] != texts[2]
 
     def test_threads_are_set(self, pair, short_prompts, monkeypatch):

@@ -9,9 +9,9 @@ import kit
 import pytest
 import torch
 
-from dspark_hf import cost_model
+from dspark_hf import cost_model, generation
 from dspark_hf.cli import main
-from dspark_hf.cost_model import CostModel, place_of, profile_costs
+from dspark_hf.cost_model import CostModel, Prices, place_of, profile_costs
 from dspark_hf.costs import CostTable, RoundCosts
 from dspark_hf.profile_run import ProfileSettings, advice
 
@@ -20,7 +20,7 @@ DRAFTS = {1: {1: 0.005, 4: 0.008}}
 
 
 def model_of(target=None, drafter=None) -> CostModel:
-    return CostModel(place_of(target or kit.target(), drafter or kit.drafter()), 32, PASSES, DRAFTS)
+    return CostModel(place_of(target or kit.target(), drafter or kit.drafter()), {32: Prices(PASSES, DRAFTS)})
 
 
 class TestTable:
@@ -31,6 +31,16 @@ class TestTable:
         assert costs.pass_seconds(2, 4)[::4] == pytest.approx([0.06, 0.09], rel=0.05)
         base, slope = costs.draft_seconds(1)
         assert base + slope == pytest.approx(0.005, rel=0.2) and base + 4 * slope == pytest.approx(0.008, rel=0.1)
+
+    def test_prices_between_two_contexts_are_in_proportion(self):
+        far = Prices({n: {k: 3 * s for k, s in of.items()} for n, of in PASSES.items()}, DRAFTS)
+        model = CostModel({}, {100: Prices(PASSES, DRAFTS), 300: far})
+        assert model.prices() == model.prices(100) == model.prices(7) == model.contexts[100]
+        assert model.prices(300) == model.prices(9000) == far
+        for num_rows, of in PASSES.items():
+            assert model.prices(200).passes[num_rows] == pytest.approx({n: 2 * seconds for n, seconds in of.items()})
+        assert model.prices(200).drafts == pytest.approx(DRAFTS)
+        assert model.speed_ups(1, 0.5, 300) > model.speed_ups(1, 0.5)
 
     def test_nothing_is_learned_into_it(self):
         table = model_of().table()
@@ -59,7 +69,14 @@ class TestFile:
         assert CostModel.cached(target, kit.new_drafter(block_size=2)) is None
 
     @pytest.mark.parametrize(
-        "text", ["no json", "[]", "{}", json.dumps({"place": {}, "context_length": 1, "passes": {}})]
+        "text",
+        [
+            "no json",
+            "[]",
+            "{}",
+            json.dumps({"place": {}, "contexts": {}}),
+            json.dumps({"place": {}, "contexts": {"1": {"passes": {}}}}),
+        ],
     )
     def test_something_else_is_refused(self, tmp_path, text):
         (tmp_path / "costs.json").write_text(text)
@@ -68,7 +85,7 @@ class TestFile:
 
     @pytest.mark.parametrize("curve", [{"1": 0.05}, {"0": 0.0}, {"0": -1}])
     def test_impossible_prices_are_refused(self, tmp_path, curve):
-        fields = {"place": {}, "context_length": 1, "passes": {"1": curve}, "drafts": {}}
+        fields = {"place": {}, "contexts": {"1": {"passes": {"1": curve}, "drafts": {}}}}
         (tmp_path / "costs.json").write_text(json.dumps(fields))
         with pytest.raises(OSError, match="a price is missing or not positive"):
             CostModel.load(tmp_path / "costs.json")
@@ -104,22 +121,34 @@ class TestUse:
         with pytest.warns(UserWarning, match=r"measured elsewhere \(threads: 77 there, .*profile_costs"):
             self.generate(drafter)
 
+    def test_calls_start_from_what_a_profile_left_in_the_cache_and_learn_on(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(cost_model, "HF_HOME", str(tmp_path))
+        target, drafter = kit.new_target(), kit.new_drafter()
+        model_of(target, drafter).save()
+        call = {**kit.inputs(), "max_new_tokens": 24, "do_sample": False, "assistant_model": drafter}
+        with drafter.trace() as trace:
+            target.generate(**call)
+        # Nothing has to be measured first, and nothing is a guess.
+        assert trace.rounds[0].reason == "best"
+        assert generation._cost_tables[drafter][target].popitem()[1]._num_rounds == len(trace.rounds)
+
 
 class TestProfile:
     @pytest.mark.parametrize("num_draft_tokens", [1, 4])
     def test_every_length_is_measured(self, num_draft_tokens):
         drafter = kit.new_drafter(block_size=num_draft_tokens)
-        model = profile_costs(kit.target(), drafter, batch_sizes=(1, 3), context_length=20, repeats=2)
+        model = profile_costs(kit.target(), drafter, batch_sizes=(1, 3), context_lengths=(20,), repeats=2)
+        prices = model.prices()
         for num_rows in (1, 3):
-            assert sorted(model.passes[num_rows]) == [num_rows * n for n in range(num_draft_tokens + 1)]
-            assert sorted(model.drafts[num_rows]) == list(range(1, num_draft_tokens + 1))
-            assert all(0 < seconds < 5 for seconds in model.passes[num_rows].values())
+            assert sorted(prices.passes[num_rows]) == [num_rows * n for n in range(num_draft_tokens + 1)]
+            assert sorted(prices.drafts[num_rows]) == list(range(1, num_draft_tokens + 1))
+            assert all(0 < seconds < 5 for seconds in prices.passes[num_rows].values())
         assert model.differences(kit.target(), drafter) == {}
         assert "block_size" in model.differences(kit.target(), kit.new_drafter(block_size=2))
 
     def test_it_can_be_used_at_once(self):
         drafter = kit.new_drafter()
-        drafter.cost_model = profile_costs(kit.target(), drafter, context_length=20, repeats=1)
+        drafter.cost_model = profile_costs(kit.target(), drafter, context_lengths=(20,), repeats=1)
         answer = kit.continuation(kit.target(), kit.PROMPT, 12)
         output = kit.target().generate(
             **kit.inputs(),
@@ -131,7 +160,14 @@ class TestProfile:
         assert output[0, len(kit.PROMPT) :].tolist() == answer
 
     @pytest.mark.parametrize(
-        "settings", [{"batch_sizes": ()}, {"batch_sizes": (0,)}, {"context_length": 0}, {"repeats": 0}]
+        "settings",
+        [
+            {"batch_sizes": ()},
+            {"batch_sizes": (0,)},
+            {"context_lengths": (0,)},
+            {"context_lengths": ()},
+            {"repeats": 0},
+        ],
     )
     def test_wrong_settings(self, settings):
         with pytest.raises(ValueError, match="numbers from 1 on"):
@@ -140,14 +176,14 @@ class TestProfile:
 
 class TestPlanner:
     def test_speeds_are_tokens_over_seconds(self):
-        model = CostModel({}, 1, {1: {0: 0.04, 1: 0.05, 2: 0.06}}, {1: {1: 0.01, 2: 0.01}})
+        model = CostModel({}, {1: Prices({1: {0: 0.04, 1: 0.05, 2: 0.06}}, {1: {1: 0.01, 2: 0.01}})})
         plain, one, two = model.speed_ups(1, 0.5)
         assert plain == 1.0
         assert one == pytest.approx(1.5 * 0.04 / 0.06)
         assert two == pytest.approx(1.75 * 0.04 / 0.07)
 
     def test_rows_of_a_batch_each_get_a_draft(self):
-        model = CostModel({}, 1, {4: {0: 0.04, 4: 0.05}}, {4: {1: 0.01}})
+        model = CostModel({}, {1: Prices({4: {0: 0.04, 4: 0.05}}, {4: {1: 0.01}})})
         assert model.speed_ups(4, 1.0) == pytest.approx([1.0, 2 * 0.04 / 0.06])
 
     @pytest.mark.parametrize(("num_rows", "acceptance"), [(3, 0.5), (1, 1.5), (1, -0.1)])
@@ -156,7 +192,7 @@ class TestPlanner:
             model_of().speed_ups(num_rows, acceptance)
 
     def test_advice(self):
-        model = CostModel({}, 1, {1: {0: 0.04, 1: 0.05}}, {1: {1: 0.02}})
+        model = CostModel({}, {1: Prices({1: {0: 0.04, 1: 0.05}}, {1: {1: 0.02}})})
         assert advice(model, 1, 0.3) == "acceptance 0.3: no draft pays, decode plainly"
         assert advice(model, 1, 0.9) == "acceptance 0.9: drafts of 1, expected speed x 1.09 of plain decoding"
 
@@ -186,11 +222,11 @@ class TestPlanner:
             )
             == 0
         )
-        assert sorted(CostModel.load(file).passes) == [1, 2]
+        assert sorted(CostModel.load(file).prices().passes) == [1, 2]
         assert "acceptance 0.9: " in capsys.readouterr().out
 
     @pytest.mark.parametrize(
-        "settings", [{"batch_size": [0]}, {"repeats": 0}, {"context_length": 0}, {"acceptance": [2]}]
+        "settings", [{"batch_size": [0]}, {"repeats": 0}, {"context_length": [0]}, {"acceptance": [2]}]
     )
     def test_wrong_options(self, settings):
         with pytest.raises(ValueError, match=r"^--"):

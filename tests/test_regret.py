@@ -60,7 +60,7 @@ def prices(on: Machine, num_rows: int) -> CostTable:
     every = range(1, 1 + num_rows)
     passes = {r: {n: on.pass_seconds(r, n, 0) for n in range(1 + r * NUM_DRAFT_TOKENS)} for r in every}
     drafts = {r: {n: on.draft_seconds(r, n) for n in range(1, 1 + NUM_DRAFT_TOKENS)} for r in every}
-    return CostTable.fixed(passes, drafts)
+    return CostTable.of(passes, drafts, is_fixed=True)
 
 
 def seconds_of(policy: str, on: Machine, texts: list[Text], head: Head) -> float:

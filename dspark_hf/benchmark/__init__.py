@@ -16,5 +16,6 @@ Four more (`copy_heavy_prompts.jsonl`, `copy`), written for this benchmark, ask 
 
 from .running import run_benchmark
 from .settings import BenchmarkSettings
+from .sweep import SweepSettings, run_sweep
 
-__all__ = ["BenchmarkSettings", "run_benchmark"]
+__all__ = ["BenchmarkSettings", "SweepSettings", "run_benchmark", "run_sweep"]

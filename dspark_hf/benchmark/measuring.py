@@ -159,7 +159,7 @@ class CaseMeasurer:
         inputs = case.inputs(self.models.pad_token_id, self.models.target.device)
         proposals = self._rehearse(inputs, max_new_tokens=8)
         for name in self.settings.method_names:
-            self._generate(find_method(name), inputs, self._call(proposals), max_new_tokens=8)
+            self.generate(find_method(name), inputs, self._call(proposals), max_new_tokens=8)
 
     def _rehearse(self, inputs: BatchEncoding, **options: Any) -> SimulatedProposals | None:
         """Lets a simulated drafter learn what the target says to a prompt, in each method's own rounding."""
@@ -169,10 +169,10 @@ class CaseMeasurer:
         vocab_size = self.models.target.config.get_text_config(decoder=True).vocab_size
         proposals = SimulatedProposals(inputs["input_ids"].shape[1], acceptance, vocab_size, self.settings.seed)
         device = self.models.target.device
-        proposals.learn(self._generate(METHODS["plain"], inputs, self._call(None), **options), device)
+        proposals.learn(self.generate(METHODS["plain"], inputs, self._call(None), **options), device)
         for method in filter(lambda method: method.drafts, map(find_method, self.settings.method_names)):
             for _ in range(_MOST_REHEARSALS):
-                texts = self._generate(method, inputs, self._call(proposals), **options)
+                texts = self.generate(method, inputs, self._call(proposals), **options)
                 if not proposals.learn(texts, device):
                     break
         return proposals
@@ -187,7 +187,7 @@ class CaseMeasurer:
         method, call = find_method(name), self._call(proposals)
         seed = self.settings.seed + repeat
         turns.records.append(self._record(method, inputs, call, seed))
-        texts, seconds = _timed(lambda: self._generate(method, inputs, call, seed))
+        texts, seconds = _timed(lambda: self.generate(method, inputs, call, seed))
         turns.texts.append(texts)
         turns.seconds.append(seconds)
         if proposals is not None:
@@ -203,7 +203,7 @@ class CaseMeasurer:
         ):
             if clock is not None:
                 clock.start()
-            texts, seconds = _timed(lambda: self._generate(method, inputs, call, seed))
+            texts, seconds = _timed(lambda: self.generate(method, inputs, call, seed))
         if trace is not None:
             summary = trace.summary()
             decode_seconds = summary.seconds - summary.prefill_seconds
@@ -220,7 +220,7 @@ class CaseMeasurer:
         length = (sum(map(len, texts)) - clock.num_first) / len(texts) / passes if passes else None
         return _Record(clock.first, seconds - clock.first, passes, length, memory.num_bytes)
 
-    def _generate(
+    def generate(
         self,
         method: Method,
         inputs: BatchEncoding,
