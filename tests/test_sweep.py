@@ -18,21 +18,22 @@ def run(settings: SweepSettings) -> tuple[list[Cell], str]:
     return run_sweep(settings, console), console.export_text()
 
 
-class TestRun:
-    @pytest.fixture(scope="class")
-    def result(self, pair, short_prompts, tmp_path_factory):  # noqa: F811
-        folder = tmp_path_factory.mktemp("sweep")
-        settings = SweepSettings(
-            **pair,
-            methods=METHODS,
-            batch_size=[1, 4],
-            prompts=short_prompts,
-            max_new_tokens=9,
-            json=str(folder / "sweep.json"),
-            plot=str(folder / "thresholds.png"),
-        )
-        return *run(settings), folder
+@pytest.fixture(scope="module")
+def result(pair, short_prompts, tmp_path_factory):  # noqa: F811
+    folder = tmp_path_factory.mktemp("sweep")
+    settings = SweepSettings(
+        **pair,
+        methods=METHODS,
+        batch_size=[1, 4],
+        prompts=short_prompts,
+        max_new_tokens=9,
+        json=str(folder / "sweep.json"),
+        plot=str(folder / "thresholds.png"),
+    )
+    return *run(settings), folder
 
+
+class TestRun:
     def test_every_cell_has_every_method(self, result):
         cells, text, _ = result
         assert [(cell.batch_size, cell.temperature) for cell in cells] == [(1, 0.0), (1, 1.0), (4, 0.0), (4, 1.0)]
