@@ -51,6 +51,7 @@ ORDER = [
     "monitoring",
     "calibrating",
     "__init__",
+    "prompt_files",
     "demo_weights",
     "comparison",
     "demo",
@@ -59,6 +60,7 @@ ORDER = [
     "figures",
     "calibration_run",
     "profile_run",
+    "data",
     "cli",
 ]
 
