@@ -10,9 +10,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-# Of the provenance, what may differ between the runs that write one file.
-_MAY_DIFFER = ("environment",)
-
 _VALUES_OF_A_PARAMETER = 64
 
 
@@ -35,9 +32,9 @@ class LineFile:
         self.rows = [_parse(path, number, line) for number, line in enumerate(_lines(path), 1)]
 
     def append(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Writes whole lines, and does not return before the system has them."""
+        """Writes whole lines."""
         rows = [*rows]
-        with self.path.open("a", encoding="utf-8") as file:
+        with self.path.open("a", encoding="utf-8", newline="\n") as file:
             file.write("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))
         self.rows += rows
 
@@ -68,29 +65,32 @@ def _repair(path: Path) -> None:
             file.truncate(end)
 
 
-def check_provenance(output: Path, provenance: dict[str, Any]) -> None:
+def record_provenance(output: Path, provenance: dict[str, Any], environment: dict[str, Any]) -> None:
     """Writes what all rows share, or compares it with what stands there.
 
     Args:
         output: the file of rows, which need not exist yet.
+        provenance: what must be the same for all rows. What an earlier run did not need to say is added.
+        environment: what may differ from run to run: a list of all of them is kept.
 
     Raises:
-        ValueError: there are rows that were made in another way.
+        ValueError: there are rows that were made in another way, or that nobody knows how they were made.
     """
     path = provenance_file(output)
-    if not path.exists():
-        if output.exists() and output.stat().st_size:
-            raise ValueError(f"{output} exists, but no {path.name} that says how it was made: choose another --output")
-        _write(path, provenance)
-        return
-    there = json.loads(path.read_text(encoding="utf-8"))
+    there: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if not there and output.exists() and output.stat().st_size:
+        raise ValueError(f"{output} exists, but no {path.name} that says how it was made: choose another --output")
     here = json.loads(json.dumps(provenance))
-    for name in [*here, *(name for name in there if name not in here)]:
-        if name not in _MAY_DIFFER and there.get(name) != here.get(name):
+    for name, value in here.items():
+        if name in there and there[name] != value:
             raise ValueError(
-                f"{output} was made with another {name}: {there.get(name)} there, {here.get(name)} now. "
+                f"{output} was made with another {name}: {there[name]} there, {value} now. "
                 "Repeat what was given then, or choose another --output."
             )
+    environments = there.get("environments", [])
+    if environment not in environments:
+        environments.append(environment)
+    _write(path, {**there, **here, "environments": environments})
 
 
 def provenance_file(output: Path) -> Path:

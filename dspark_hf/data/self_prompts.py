@@ -1,86 +1,114 @@
 """Prompts that the target writes itself: it goes on after the header of a user's message, and a sieve keeps the good.
 
-What a model was tuned on is the likeliest thing that it says in a user's place. So these prompts cover what it is used
-for, without any data set.
+What a chat model was tuned on is what it likes to say in a user's place. So these prompts cover what it is used for,
+without any data set.
 """
 
-import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import cycle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from typing import Any
 
-# Words of the runs that two texts are compared by, and the share of common runs that makes them the same.
-_RUN = 4
-_SAME = 0.5
+from .._compat import TargetModel
+from ..comparison import GREEDY
+from .answering import Decoding, answer
+from .encoding import Encoder
+from .progress import Progress
+from .rows import LineFile
+from .sieve import Sieve
 
-_MIN_WORDS = 3
-_OPENING = 5
+DATASET = "self"
+
+_MAX_TOKENS = 128
+
+# Of all prompts, those that may begin with the same words; but a few at least.
+_PART_PER_OPENING = 0.005
+_FEW_PER_OPENING = 3
+
+# So many batches in a row of which nothing was kept: the target has no more to ask.
+_PATIENCE = 20
 
 
-def normalized(text: str) -> list[str]:
-    """The words of a text in lower case, without punctuation: what two prompts are compared by."""
-    return re.findall(r"\w+", text.lower())
+@dataclass(frozen=True)
+class Writer:
+    """The target in the user's place.
 
-
-class Sieve:
-    """Keeps prompts that can be used and that were not there before; counts why the others went.
-
-    Args:
-        known: prompts that are not to come again, in other words either.
-        max_per_opening: how many prompts may begin with the same five words.
+    Attributes:
+        openings: beginnings to go on from, in turn; without any, the target begins as it likes.
     """
 
-    def __init__(self, known: Iterable[str] = (), max_per_opening: int = 3):
-        self.max_per_opening = max_per_opening
-        self.refused: Counter[str] = Counter()
-        self._openings: Counter[tuple[str, ...]] = Counter()
-        self._texts: list[set[tuple[str, ...]]] = []
-        self._by_run: dict[tuple[str, ...], list[int]] = {}
-        for prompt in known:
-            self.add(prompt)
+    target: TargetModel
+    encoder: Encoder
+    temperature: float
+    top_p: float
+    openings: Sequence[str] = ()
+    batch_size: int = 32
 
-    def add(self, prompt: str) -> None:
-        """Takes note of a prompt."""
-        words = normalized(prompt)
-        self._openings[tuple(words[:_OPENING])] += 1
-        runs = _runs(words)
-        for run in runs:
-            self._by_run.setdefault(run, []).append(len(self._texts))
-        self._texts.append(runs)
+    def write(self, file: LineFile, num_prompts: int, known: Sequence[str], progress: Progress) -> Sieve:
+        """Adds prompts to a file until it holds so many.
 
-    def take(self, prompt: str | None) -> bool:
-        """Whether a prompt is kept; if so, takes note of it. `None` stands for one that did not end in time."""
-        reason = "too long" if prompt is None else self._objection(prompt)
-        if reason is not None:
-            self.refused[reason] += 1
-            return False
-        self.add(str(prompt))
-        return True
+        Args:
+            file: receives rows of `dataset`, `index` and `prompt`.
+            known: prompts that are not to come again, nor nearly.
 
-    def _objection(self, prompt: str) -> str | None:
-        words = normalized(prompt)
-        if len(words) < _MIN_WORDS:
-            return "too short"
-        if prompt.rstrip()[-1] in ",:;(-":
-            return "breaks off"
-        if len(words) > 12 and len(set(words)) < len(words) / 3:
-            return "repeats itself"
-        if self._openings[tuple(words[:_OPENING])] >= self.max_per_opening:
-            return "opening too frequent"
-        if self._is_known(_runs(words)):
-            return "there before"
+        Returns:
+            The sieve, with what it refused.
+
+        Raises:
+            ValueError: the chat template shows no place for a user's words, or hardly anything new comes any more.
+        """
+        header, stop_ids = self.encoder.user_frame()
+        sieve = Sieve(known, max(_FEW_PER_OPENING, int(_PART_PER_OPENING * num_prompts)))
+        for row in file.rows:
+            sieve.add(row["prompt"])
+        decoding = Decoding(_MAX_TOKENS, stop_ids, self._sampling)
+        starts = (header + opening for opening in cycle(self._opening_ids() or [[]]))
+        fruitless = 0
+        while len(file.rows) < num_prompts:
+            before = len(file.rows)
+            self._write_batch(
+                file, num_prompts, [*islice(starts, self.batch_size)], len(header), decoding, sieve, progress
+            )
+            fruitless = fruitless + 1 if len(file.rows) == before else 0
+            if fruitless == _PATIENCE:
+                raise ValueError(
+                    f"The target has written {len(file.rows)} of {num_prompts} prompts, and nothing new in its last "
+                    f"{_PATIENCE * self.batch_size} attempts: ask for fewer, give it --self-openings, or raise "
+                    "--self-temperature. The prompts so far are kept."
+                )
+        return sieve
+
+    def _write_batch(
+        self,
+        file: LineFile,
+        num_prompts: int,
+        starts: list[list[int]],
+        header_length: int,
+        decoding: Decoding,
+        sieve: Sieve,
+        progress: Progress,
+    ) -> None:
+        for number, ids in answer(self.target, starts, decoding, self.batch_size):
+            prompt = self._message(starts[number][header_length:] + ids, decoding.stop_ids, sieve)
+            is_kept = prompt is not None and len(file.rows) < num_prompts and sieve.take(prompt)
+            if is_kept:
+                file.append([{"dataset": DATASET, "index": len(file.rows), "prompt": prompt}])
+            progress.advance(int(is_kept), len(ids))
+
+    @property
+    def _sampling(self) -> dict[str, Any]:
+        return {**GREEDY, "do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
+
+    def _opening_ids(self) -> list[list[int]]:
+        return [self.encoder.tokenizer(text, add_special_tokens=False)["input_ids"] for text in self.openings]
+
+    def _message(self, ids: list[int], stop_ids: frozenset[int], sieve: Sieve) -> str | None:
+        """The words of the user, or `None` where the message did not end, or holds marks of the template."""
+        *body, last = ids
+        if last not in stop_ids:
+            sieve.refused["too long"] += 1
+        elif any(self.encoder.is_special(token) for token in body):
+            sieve.refused["special tokens inside"] += 1
+        else:
+            return self.encoder.text_of(body).strip()
         return None
-
-    def _is_known(self, runs: set[tuple[str, ...]]) -> bool:
-        common = Counter(number for run in runs for number in self._by_run.get(run, ()))
-        return any(count >= _SAME * min(len(runs), len(self._texts[number])) for number, count in common.items())
-
-
-def _runs(words: Sequence[str]) -> set[tuple[str, ...]]:
-    """All runs of a few words; a shorter text is one run."""
-    return {tuple(words[i : i + _RUN]) for i in range(max(1, len(words) - _RUN + 1))}
-
-
-def starts(header: list[int], openings: Sequence[list[int]]) -> Iterator[list[int]]:
-    """What the target goes on from, again and again: the header with each opening in turn, or alone."""
-    return (header + opening for opening in cycle(openings or [[]]))

@@ -26,12 +26,16 @@ class DataSettings(TargetSettings):
         default=0, metadata={"help": "how many prompts the target writes for itself; needs a chat template"}
     )
     self_temperature: float = field(default=1.0, metadata={"help": "of the target while it writes prompts"})
+    self_top_p: float = field(default=1.0, metadata={"help": "of the target while it writes prompts"})
     self_openings: str | None = field(
         default=None,
         metadata={"help": "text file, a line for each beginning of a prompt to go on from; default: none is given"},
     )
     exclude: list[str] | None = field(
         default=None, metadata={"help": "files of prompts that are never taken, held-out ones for example"}
+    )
+    keep_responses: bool = field(
+        default=True, metadata={"help": "take responses that rows come with; without, the target answers those too"}
     )
     skip_bad_rows: bool = field(default=False, metadata={"help": "report rows that cannot be used, and go on"})
     enable_thinking: bool | None = field(
@@ -87,5 +91,6 @@ class DataSettings(TargetSettings):
         for name in ("temperature", "self_temperature"):
             if getattr(self, name) <= 0.0:
                 raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}, it must be above 0")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"--top-p is {self.top_p}, it must lie between 0 and 1")
+        for name in ("top_p", "self_top_p"):
+            if not 0.0 < getattr(self, name) <= 1.0:
+                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}, it must lie between 0 and 1")

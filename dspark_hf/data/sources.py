@@ -11,6 +11,8 @@ from ..prompt_files import ask_of, file_stem, numbered_lines
 
 Message = dict[str, Any]
 
+_HOLDS_A_PROMPT = ("messages", "turns", "prompt", "text")
+
 
 class BadRow(ValueError):
     """A row that cannot be used.
@@ -52,7 +54,7 @@ class Source:
     @property
     def prompt(self) -> str:
         """The last message, or the document."""
-        return self.text if self.messages is None else self.messages[-1]["content"]  # type: ignore[return-value]
+        return str(self.text if self.messages is None else self.messages[-1]["content"])
 
     @property
     def is_given(self) -> bool:
@@ -60,7 +62,12 @@ class Source:
 
 
 def read_sources(
-    names: Iterable[str], *, split: str, num_prompts: int | None, on_bad_row: Callable[[BadRow], None]
+    names: Iterable[str],
+    *,
+    split: str,
+    num_prompts: int | None,
+    keep_responses: bool,
+    on_bad_row: Callable[[BadRow], None],
 ) -> list[Source]:
     """All prompts of files and datasets, in order.
 
@@ -68,6 +75,7 @@ def read_sources(
         names: files of JSON lines, or names or folders of `datasets`.
         split: of datasets.
         num_prompts: of each, the first so many good ones; `None`: all.
+        keep_responses: take the responses that rows came with; if not, they are left unread.
         on_bad_row: receives each row that cannot be used, and raises it or lets it pass.
 
     Raises:
@@ -78,7 +86,7 @@ def read_sources(
     seen: dict[tuple[str, int], str] = {}
     sources: list[Source] = []
     for name in names:
-        found = [*islice(_good_rows(name, split, seen, on_bad_row), num_prompts)]
+        found = [*islice(_good_rows(name, split, keep_responses, seen, on_bad_row), num_prompts)]
         if not found:
             raise ValueError(f"{name} holds no prompt")
         sources += found
@@ -86,11 +94,15 @@ def read_sources(
 
 
 def _good_rows(
-    name: str, split: str, seen: dict[tuple[str, int], str], on_bad_row: Callable[[BadRow], None]
+    name: str,
+    split: str,
+    keep_responses: bool,
+    seen: dict[tuple[str, int], str],
+    on_bad_row: Callable[[BadRow], None],
 ) -> Iterator[Source]:
     for where, dataset, number, row in _rows(name, split):
         try:
-            source = source_of(row, where, dataset, number)
+            source = source_of(row, where, dataset, number, keep_responses)
             if source.key in seen:
                 raise BadRow(where, f"dataset {dataset!r} and index {source.index} are those of {seen[source.key]}")
         except BadRow as bad:
@@ -121,42 +133,73 @@ def _load_dataset(name: str, split: str) -> Iterable[Any]:
             f"{name} is no file, so it is taken for the name of a dataset, which needs the package datasets: "
             "`pip install 'dspark-hf[train]'`."
         ) from error
-    if (Path(name) / "dataset_info.json").is_file() or (Path(name) / "dataset_dict.json").is_file():
-        saved: Any = datasets.load_from_disk(name)
-        return saved[split] if isinstance(saved, dict) else saved
-    return datasets.load_dataset(name, split=split)
+    if not any((Path(name) / file).is_file() for file in ("dataset_info.json", "dataset_dict.json")):
+        return datasets.load_dataset(name, split=split)
+    saved: Any = datasets.load_from_disk(name)
+    if not isinstance(saved, dict):
+        return saved
+    if split not in saved:
+        raise ValueError(f"{name} has no split {split}, but {', '.join(saved)}: choose one with --split")
+    return saved[split]
 
 
-def source_of(row: Any, where: str, dataset: str, number: int) -> Source:
+def source_of(row: Any, where: str, dataset: str, number: int, keep_responses: bool = True) -> Source:
     """Reads one row.
 
     Args:
         row: a line of JSON, or its fields.
         where: for the message of an error.
         dataset, number: its name and index, where the row does not say.
+        keep_responses: read the response as well.
 
     Raises:
         BadRow: there is no prompt in it, or a field is not what it must be.
     """
     fields = _fields(row, where)
     index = fields.get("index", number)
-    if not isinstance(index, int) or isinstance(index, bool):
+    if type(index) is not int:
         raise BadRow(where, f"`index` is {index!r}, expected a whole number")
     try:
-        source = Source(
-            dataset=str(fields.get("dataset", dataset)),
-            index=index,
-            where=where,
-            **_ask(fields),
-            prompt_ids=_ids(fields, "prompt_ids"),
-            response=_text(fields, "response"),
-            response_ids=_ids(fields, "response_ids"),
-        )
+        source = Source(str(fields.get("dataset", dataset)), index, where, **_ask(fields))
+        if keep_responses and ("response" in fields or "response_ids" in fields):
+            source = Source(
+                source.dataset,
+                index,
+                where,
+                source.messages,
+                source.text,
+                prompt_ids=_ids(fields, "prompt_ids"),
+                response=_text(fields, "response"),
+                response_ids=_ids(fields, "response_ids"),
+            )
     except (LookupError, TypeError, ValueError) as error:
         raise BadRow(where, str(error)) from error
     if not source.prompt.strip():
         raise BadRow(where, "the prompt is empty")
     return source
+
+
+def read_excluded(paths: Iterable[str]) -> list[str]:
+    """Every text of a user in files of JSON lines: all `turns`, all messages.
+
+    Raises:
+        BadRow: a line cannot be read. None is skipped: a held-out prompt would be trained on.
+    """
+    texts: list[str] = []
+    for path in paths:
+        for where, _, _, row in _rows(path, split=""):
+            fields = _fields(row, where)
+            chat = [m["content"] for m in fields.get("messages", ()) if m.get("role") == "user"]
+            found = [*chat, *fields.get("turns", ()), *(fields[name] for name in ("prompt", "text") if name in fields)]
+            if not found or not all(isinstance(text, str) for text in found):
+                raise BadRow(where, _lacking(fields))
+            texts += found
+    return texts
+
+
+def _lacking(fields: dict[str, Any]) -> str:
+    names = ", ".join(f"`{name}`" for name in _HOLDS_A_PROMPT)
+    return f"expected text in one of {names}, found {', '.join(fields) or 'nothing'}"
 
 
 def _fields(row: Any, where: str) -> dict[str, Any]:
@@ -167,6 +210,7 @@ def _fields(row: Any, where: str) -> dict[str, Any]:
             raise BadRow(where, f"no JSON ({error.msg}, column {error.colno})") from error
     if not isinstance(row, dict):
         raise BadRow(where, f"a {type(row).__name__}, expected a JSON object")
+    # A dataset has every column in every row.
     return {name: value for name, value in row.items() if value is not None}
 
 
@@ -178,7 +222,7 @@ def _ask(fields: dict[str, Any]) -> dict[str, Any]:
         return {"messages": [{"role": "user", "content": ask_of(fields)}]}
     if "text" in fields:
         return {"text": _text(fields, "text")}
-    raise LookupError(f"expected `messages`, `turns`, `prompt` or `text`, found {', '.join(fields) or 'nothing'}")
+    raise LookupError(_lacking(fields))
 
 
 def _chat(messages: Any) -> list[Message]:
