@@ -162,6 +162,7 @@ class _Run:
             encoder,
             settings.self_temperature,
             settings.self_top_p,
+            settings.self_max_tokens,
             read_openings(settings),
             settings.batch_size,
         )
@@ -230,7 +231,7 @@ def provenance(settings: DataSettings, target: PreTrainedModel, encoder: Encoder
     }
     if settings.self_prompts:
         shared["self_prompts"] = {
-            **{name: getattr(settings, f"self_{name}") for name in ("temperature", "top_p")},
+            **{name: getattr(settings, f"self_{name}") for name in ("temperature", "top_p", "max_tokens")},
             "seed": settings.seed,
             "openings": read_openings(settings),
         }

@@ -19,8 +19,6 @@ from .sieve import Sieve
 
 DATASET = "self"
 
-_MAX_TOKENS = 128
-
 # Of all prompts, those that may begin with the same words; but a few at least.
 _PART_PER_OPENING = 0.005
 _FEW_PER_OPENING = 3
@@ -34,6 +32,8 @@ class Writer:
     """The target in the user's place.
 
     Attributes:
+        temperature, top_p: of sampling.
+        max_tokens: of a message; longer ones are refused.
         openings: beginnings to go on from, in turn; without any, the target begins as it likes.
     """
 
@@ -41,6 +41,7 @@ class Writer:
     encoder: Encoder
     temperature: float
     top_p: float
+    max_tokens: int = 128
     openings: Sequence[str] = ()
     batch_size: int = 32
 
@@ -61,7 +62,7 @@ class Writer:
         sieve = Sieve(known, max(_FEW_PER_OPENING, int(_PART_PER_OPENING * num_prompts)))
         for row in file.rows:
             sieve.add(row["prompt"])
-        decoding = Decoding(_MAX_TOKENS, stop_ids, self._sampling)
+        decoding = Decoding(self.max_tokens, stop_ids, self._sampling)
         starts = (header + opening for opening in cycle(self._opening_ids() or [[]]))
         fruitless = 0
         while len(file.rows) < num_prompts:

@@ -27,6 +27,7 @@ class DataSettings(TargetSettings):
     )
     self_temperature: float = field(default=1.0, metadata={"help": "of the target while it writes prompts"})
     self_top_p: float = field(default=1.0, metadata={"help": "of the target while it writes prompts"})
+    self_max_tokens: int = field(default=128, metadata={"help": "longer prompts of the target's own are refused"})
     self_openings: str | None = field(
         default=None,
         metadata={"help": "text file, a line for each beginning of a prompt to go on from; default: none is given"},
@@ -80,7 +81,15 @@ class DataSettings(TargetSettings):
             raise ValueError(f"--output is {self.output}, whose folder does not exist")
 
     def _check_numbers(self) -> None:
-        names = ("num_prompts", "max_new_tokens", "max_prompt_tokens", "text_tokens", "batch_size", "threads")
+        names = (
+            "num_prompts",
+            "max_new_tokens",
+            "max_prompt_tokens",
+            "text_tokens",
+            "batch_size",
+            "threads",
+            "self_max_tokens",
+        )
         for name in names:
             value = getattr(self, name)
             if value is not None and value < 1:
