@@ -26,7 +26,9 @@ class DataSettings(TargetSettings):
         default=0, metadata={"help": "how many prompts the target writes for itself; needs a chat template"}
     )
     self_temperature: float = field(default=1.0, metadata={"help": "of the target while it writes prompts"})
-    self_top_p: float = field(default=1.0, metadata={"help": "of the target while it writes prompts"})
+    self_top_p: float = field(
+        default=0.9, metadata={"help": "of the target while it writes prompts; higher is more varied, and less sense"}
+    )
     self_max_tokens: int = field(default=128, metadata={"help": "longer prompts of the target's own are refused"})
     self_openings: str | None = field(
         default=None,
