@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import sys
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -558,7 +559,7 @@ class TestCommand:
 class TestSelfPrompts:
     def texts(self, monkeypatch, *texts: str) -> list[list[int]]:
         """The target says these texts in the user's place, again and again. Returns what it was to go on from."""
-        asked, said = [], iter([*texts] * 30)
+        asked, said = [], cycle(texts)
 
         def fake(target, prompts, decoding, batch_size):
             asked.extend(prompts)
@@ -612,8 +613,8 @@ class TestSelfPrompts:
         ]
 
     def test_a_target_with_nothing_more_to_ask(self, target, tmp_path, monkeypatch):
-        self.texts(monkeypatch, *["Tell me about old ships~"] * 4)
-        with pytest.raises(ValueError, match="has written 1 of 2 prompts, and nothing new in its last 80 attempts"):
+        self.texts(monkeypatch, "Tell me about old ships~")
+        with pytest.raises(ValueError, match="has written 1 of 2 prompts, and nothing new in its last 640 attempts"):
             run(settings(target, tmp_path, self_prompts=2))
         assert len(read_lines(tmp_path / "rows.self-prompts.jsonl")) == 1
 

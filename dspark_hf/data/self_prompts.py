@@ -4,7 +4,7 @@ What a chat model was tuned on is what it likes to say in a user's place. So the
 without any data set.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any
@@ -23,8 +23,11 @@ DATASET = "self"
 _PART_PER_OPENING = 0.005
 _FEW_PER_OPENING = 3
 
-# So many batches in a row of which nothing was kept: the target has no more to ask.
-_PATIENCE = 20
+# Messages that end late wait for others of their kind.
+_BATCHES_OF_A_WINDOW = 4
+
+# After so many attempts in a row without anything new, the target has no more to ask.
+_PATIENCE = 640
 
 
 @dataclass(frozen=True)
@@ -62,39 +65,31 @@ class Writer:
         sieve = Sieve(known, max(_FEW_PER_OPENING, int(_PART_PER_OPENING * num_prompts)))
         for row in file.rows:
             sieve.add(row["prompt"])
-        decoding = Decoding(self.max_tokens, stop_ids, self._sampling)
-        starts = (header + opening for opening in cycle(self._opening_ids() or [[]]))
         fruitless = 0
+        attempts = self._attempts(header, stop_ids, sieve)
         while len(file.rows) < num_prompts:
-            before = len(file.rows)
-            self._write_batch(
-                file, num_prompts, [*islice(starts, self.batch_size)], len(header), decoding, sieve, progress
-            )
-            fruitless = fruitless + 1 if len(file.rows) == before else 0
+            prompt, num_tokens = next(attempts)
+            is_kept = prompt is not None and sieve.take(prompt)
+            if is_kept:
+                file.append([{"dataset": DATASET, "index": len(file.rows), "prompt": prompt}])
+            progress.advance(int(is_kept), num_tokens)
+            fruitless = 0 if is_kept else fruitless + 1
             if fruitless == _PATIENCE:
                 raise ValueError(
                     f"The target has written {len(file.rows)} of {num_prompts} prompts, and nothing new in its last "
-                    f"{_PATIENCE * self.batch_size} attempts: ask for fewer, give it --self-openings, or raise "
-                    "--self-temperature. The prompts so far are kept."
+                    f"{_PATIENCE} attempts: ask for fewer, give it --self-openings, or raise --self-temperature. "
+                    "The prompts so far are kept."
                 )
         return sieve
 
-    def _write_batch(
-        self,
-        file: LineFile,
-        num_prompts: int,
-        starts: list[list[int]],
-        header_length: int,
-        decoding: Decoding,
-        sieve: Sieve,
-        progress: Progress,
-    ) -> None:
-        for number, ids in answer(self.target, starts, decoding, self.batch_size):
-            prompt = self._message(starts[number][header_length:] + ids, decoding.stop_ids, sieve)
-            is_kept = prompt is not None and len(file.rows) < num_prompts and sieve.take(prompt)
-            if is_kept:
-                file.append([{"dataset": DATASET, "index": len(file.rows), "prompt": prompt}])
-            progress.advance(int(is_kept), len(ids))
+    def _attempts(self, header: list[int], stop_ids: frozenset[int], sieve: Sieve) -> Iterator[tuple[str | None, int]]:
+        """What the target says in the user's place, without end, as it comes; and how many tokens that took."""
+        decoding = Decoding(self.max_tokens, stop_ids, self._sampling)
+        starts = (header + opening for opening in cycle(self._opening_ids() or [[]]))
+        while True:
+            window = [*islice(starts, self.batch_size * _BATCHES_OF_A_WINDOW)]
+            for number, ids in answer(self.target, window, decoding, self.batch_size):
+                yield self._message(window[number][len(header) :] + ids, stop_ids, sieve), len(ids)
 
     @property
     def _sampling(self) -> dict[str, Any]:
