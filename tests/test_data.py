@@ -39,7 +39,7 @@ STOPS = [ord(character) for character in "#$@^`qxz~"]
 def chat_tokenizer(template: str | None = TEMPLATE):
     tokenizer = ascii_tokenizer()
     tokenizer.chat_template = template
-    tokenizer.eos_token = "~"
+    tokenizer.add_special_tokens({"eos_token": "~"})
     return tokenizer
 
 
@@ -253,6 +253,8 @@ class TestEncoding:
 
         assert given(response="Yes") == [*b"Yes", END]
         assert given(response_ids=[*b"Yes", END]) == [*b"Yes", END]
+        assert given(response="Yes", response_ids=[*b"Yes", END]) == [*b"Yes", END]
+        assert given(response="Yes~", response_ids=[*b"Yes", END]) == [*b"Yes", END]
         assert given(response="Yes", response_ids=[*b"Yes"]) == [*b"Yes"]  # not ended in its time
         ids = self.ids_of({"prompt": "Hello", "response": "Yes", "prompt_ids": [*b"<<Hello~>"]})
         assert ids == [*b"<<Hello~>"]

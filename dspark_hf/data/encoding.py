@@ -67,7 +67,8 @@ class Encoder:
             eos = self.tokenizer.eos_token_id
             return ids if eos is None else [*ids, eos]
         self._check_range(source, "response_ids", source.response_ids)
-        if source.response is not None and self.text_of(source.response_ids) != source.response:
+        texts = (self.text_of(source.response_ids), self.tokenizer.decode(source.response_ids))
+        if source.response is not None and source.response not in texts:
             raise BadRow(source.where, "`response` is not the text of `response_ids` in the target's tokenizer")
         return source.response_ids
 
