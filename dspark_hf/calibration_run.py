@@ -7,11 +7,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from .benchmark.prompts import PROMPTS_FILE, read_prompts
 from .calibrating import FEW_BLOCKS, calibrate
 from .calibration import Calibration
 from .comparison import PairSettings, drafter_name, encode_prompt, load_pair, target_name
 from .figures import plot_reliability
+from .prompt_files import PROMPTS_FILE, read_prompts
 
 
 @dataclass

@@ -17,6 +17,7 @@ from .alignment import check_alignment
 from .benchmark import BenchmarkSettings, SweepSettings, run_benchmark, run_sweep
 from .calibration_run import CalibrationSettings, run_calibration
 from .comparison import PairSettings, load_pair
+from .data import DataSettings, run_data
 from .demo import DemoSettings, run_demo
 from .errors import DSparkError
 from .profile_run import ProfileSettings, run_profile
@@ -56,6 +57,11 @@ def _profile(settings: ProfileSettings) -> int:
     return 0
 
 
+def _data(settings: DataSettings) -> int:
+    print(f"wrote {run_data(settings)}")
+    return 0
+
+
 def _check(settings: CheckSettings) -> int:
     pair = load_pair(settings)
     print(check_alignment(pair.target, pair.drafter, target_tokenizer=pair.tokenizer))
@@ -76,6 +82,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "sweep": (SweepSettings, _sweep),
     "calibrate": (CalibrationSettings, _calibrate),
     "profile": (ProfileSettings, _profile),
+    "data": (DataSettings, _data),
     "check": (CheckSettings, _check),
     "version": (VersionSettings, _version),
 }

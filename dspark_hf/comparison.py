@@ -30,22 +30,28 @@ _ROUNDING_UNITS = {torch.bfloat16: 4.0, torch.float16: 4.0, torch.float32: 22.0}
 
 
 @dataclass
-class PairSettings:
-    """Which pair to open, and how."""
+class TargetSettings:
+    """Which target to open, and how."""
 
     target: str | None = field(default=None, metadata={"help": f"target: hub id or folder; default: {TARGET_ID}"})
     gguf_file: str | None = field(default=None, metadata={"help": "name of a GGUF file in --target"})
-    drafter: str | None = field(
-        default=None, metadata={"help": "drafter: hub id or folder; default: the one of this package"}
-    )
     dtype: Literal["bfloat16", "float32"] = field(
-        default="bfloat16", metadata={"help": "dtype of both models; greedy texts are equal in float32"}
+        default="bfloat16", metadata={"help": "dtype of all models; greedy texts are equal in float32"}
     )
     device: str | None = field(default=None, metadata={"help": "default: the accelerator if there is one, else cpu"})
 
     def __post_init__(self) -> None:
         if self.gguf_file is not None and self.target is None:
             raise ValueError("--gguf-file names a file in --target, which is missing")
+
+
+@dataclass
+class PairSettings(TargetSettings):
+    """Which pair to open, and how."""
+
+    drafter: str | None = field(
+        default=None, metadata={"help": "drafter: hub id or folder; default: the one of this package"}
+    )
 
 
 @dataclass
@@ -123,13 +129,18 @@ def check_sources(settings: PairSettings) -> None:
         ValueError: this torch cannot use `--device`.
         OSError: a folder is not there, or a drafter stands in the target's place.
     """
-    resolve_device(settings)
-    _check_source("--target", settings.target)
+    check_target_source(settings)
     _check_source("--drafter", settings.drafter)
 
 
+def check_target_source(settings: TargetSettings) -> None:
+    """`check_sources` for commands without a drafter; raises the same."""
+    resolve_device(settings)
+    _check_source("--target", settings.target)
+
+
 def load_target(
-    settings: PairSettings, report: Callable[[str], None] = print
+    settings: TargetSettings, report: Callable[[str], None] = print
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Opens the target and its tokenizer; fetches the demo's target where no other one is named."""
     source: Any = settings.target or fetch_demo_target(report)
@@ -148,7 +159,7 @@ def load_drafter(settings: PairSettings) -> DSparkDrafter:
     return drafter.eval()
 
 
-def target_name(target: PreTrainedModel, settings: PairSettings) -> str:
+def target_name(target: PreTrainedModel, settings: TargetSettings) -> str:
     """What the target is, without this machine's paths."""
     return settings.target or describe_demo_target(Path(str(target.name_or_path)))
 
@@ -171,8 +182,8 @@ def _check_source(option: str, source: str | None) -> None:
         raise OSError(f"{option}: {source} holds a drafter. Pass it as --drafter, and the model it drafts for here.")
 
 
-def resolve_device(settings: PairSettings) -> str:
-    """Where both models go.
+def resolve_device(settings: TargetSettings) -> str:
+    """Where the models go.
 
     Raises:
         ValueError: this torch cannot use `--device`.

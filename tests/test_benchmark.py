@@ -19,11 +19,12 @@ from dspark_hf.benchmark.measuring import CaseMeasurer, CaseResult, Measurement,
 from dspark_hf.benchmark.memory import MemoryGrowth
 from dspark_hf.benchmark.methods import METHODS, Call, find_method
 from dspark_hf.benchmark.models import Models, load_models
-from dspark_hf.benchmark.prompts import COPY_PROMPTS_FILE, PROMPTS_FILE, Prompt, make_cases, read_prompts
+from dspark_hf.benchmark.prompts import make_cases
 from dspark_hf.benchmark.random_models import random_drafter, random_target
 from dspark_hf.benchmark.summary import compare_rivals, growth_against_context, spread, summarize
 from dspark_hf.benchmark.tables import WIDTH, make_tables
 from dspark_hf.policies import SCHEDULES
+from dspark_hf.prompt_files import COPY_PROMPTS_FILE, PROMPTS_FILE, Prompt, read_prompts
 from dspark_hf.simulation import SimulatedDecoding, SimulatedProposals
 from dspark_hf.trace import Round
 

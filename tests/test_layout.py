@@ -52,6 +52,7 @@ ORDER = [
     "monitoring",
     "calibrating",
     "__init__",
+    "prompt_files",
     "demo_weights",
     "comparison",
     "demo",
@@ -60,6 +61,7 @@ ORDER = [
     "benchmark",
     "calibration_run",
     "profile_run",
+    "data",
     "cli",
 ]
 

@@ -1,6 +1,5 @@
 """What a call of `generate` gets: prompts from a file or at random, of their own or of a given length, in batches."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -10,22 +9,11 @@ import torch
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from ..comparison import Pair, encode_prompt
+from ..prompt_files import COPY_PROMPTS_FILE, PROMPTS_FILE, Prompt, read_prompts
 from .models import Models
 from .settings import BenchmarkSettings
 
-PROMPTS_FILE = Path(__file__).parent.parent / "prompts.jsonl"
-COPY_PROMPTS_FILE = Path(__file__).parent.parent / "copy_heavy_prompts.jsonl"
-
 _RANDOM_PROMPT_LENGTH = 128
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One line of a prompts file."""
-
-    dataset: str
-    index: int
-    prompt: str
 
 
 @dataclass(frozen=True)
@@ -54,29 +42,6 @@ class Case:
                 "attention_mask": torch.tensor([[0] * n + [1] * (longest - n) for n in missing], device=device),
             }
         )
-
-
-def read_prompts(path: Path) -> list[Prompt]:
-    """Reads a prompts file: a JSON object a line, with `prompt`, or `turns` of which the first counts.
-
-    Without `dataset` it is named after the file, without `index` after its line.
-
-    Raises:
-        ValueError: a line is something else, or there is none.
-    """
-    prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            fields = json.loads(line)
-            text = fields["prompt"] if "prompt" in fields else fields["turns"][0]
-            if not isinstance(text, str):
-                raise TypeError(type(text))
-            prompts.append(Prompt(fields.get("dataset", path.stem), fields.get("index", number), text))
-        except (json.JSONDecodeError, LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}, line {number}: expected a JSON object with `prompt` (or `turns`)") from error
-    if not prompts:
-        raise ValueError(f"{path} holds no prompt")
-    return prompts
 
 
 def make_cases(settings: BenchmarkSettings, models: Models) -> list[Case]:
