@@ -20,6 +20,7 @@ from .comparison import PairSettings, load_pair
 from .demo import DemoSettings, run_demo
 from .errors import DSparkError
 from .profile_run import ProfileSettings, run_profile
+from .training.run import TrainSettings, run_training
 
 
 @dataclass
@@ -51,6 +52,11 @@ def _profile(settings: ProfileSettings) -> int:
     return 0
 
 
+def _train(settings: TrainSettings) -> int:
+    run_training(settings)
+    return 0
+
+
 def _check(settings: CheckSettings) -> int:
     pair = load_pair(settings)
     print(check_alignment(pair.target, pair.drafter, target_tokenizer=pair.tokenizer))
@@ -70,6 +76,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "bench": (BenchmarkSettings, _bench),
     "calibrate": (CalibrationSettings, _calibrate),
     "profile": (ProfileSettings, _profile),
+    "train": (TrainSettings, _train),
     "check": (CheckSettings, _check),
     "version": (VersionSettings, _version),
 }
@@ -104,7 +111,7 @@ def _parser() -> _Parser:
 
 def _settings(parser: _Parser, command: str, arguments: dict[str, Any]) -> Any:
     settings_class = COMMANDS[command][0]
-    names = [field.name for field in dataclasses.fields(settings_class)]
+    names = [field.name for field in dataclasses.fields(settings_class) if field.init]
     try:
         return settings_class(**{name: arguments[name] for name in names})
     except ValueError as error:

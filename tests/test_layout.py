@@ -59,6 +59,7 @@ ORDER = [
     "figures",
     "calibration_run",
     "profile_run",
+    "training",
     "cli",
 ]
 
