@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import torch
 from transformers import TrainingArguments
 
 from .objective import ObjectiveWeights
@@ -61,6 +62,9 @@ class DSparkTrainingArguments(TrainingArguments):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"--{name} is {value}, it must be positive")
+        if self.bf16 and not torch.accelerator.is_available():
+            # transformers takes half precision on a CPU only where the CPU was asked for.
+            self.use_cpu = True
         # Batches hold anchors and row numbers, which no model's signature names.
         self.remove_unused_columns = False
         if self.max_seconds is not None and self.max_steps <= 0:

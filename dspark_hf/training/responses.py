@@ -128,13 +128,17 @@ class ResponseDataset(Dataset):
         num_anchors: anchors of a sequence at most.
         max_length: longer sequences are cut.
         seed: of the anchors.
+        first_row_id: the id of the first row, where several datasets are told apart by the ids of their rows.
 
     Attributes:
         rows: the rows in use.
         num_dropped: how many were left out.
     """
 
-    def __init__(self, rows: Sequence[Response], num_anchors: int, max_length: int, seed: int = 0):
+    def __init__(
+        self, rows: Sequence[Response], num_anchors: int, max_length: int, seed: int = 0, first_row_id: int = 0
+    ):
+        self.first_row_id = first_row_id
         self.num_anchors, self.max_length, self.seed = num_anchors, max_length, seed
         self.epoch = 0
         self.rows = [row for row in rows if self._length(row) - len(row.prompt_ids) >= 2]
@@ -156,13 +160,13 @@ class ResponseDataset(Dataset):
         candidates = torch.arange(len(row.prompt_ids), length - 1)
         generator = _generator(self.seed, self.epoch, index)
         chosen = torch.randperm(len(candidates), generator=generator)[: self.num_anchors]
-        return {"row": index, "input_ids": ids, "anchors": candidates[chosen.sort().values]}
+        return {"row_id": self.first_row_id + index, "input_ids": ids, "anchors": candidates[chosen.sort().values]}
 
 
 def collate(items: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """A batch: `row_ids` and `lengths` `[B]`, `input_ids` `[B, L]` (0 behind the end) and `anchors` `[B, N]` (-1)."""
     return {
-        "row_ids": torch.tensor([item["row"] for item in items]),
+        "row_ids": torch.tensor([item["row_id"] for item in items]),
         "lengths": torch.tensor([len(item["input_ids"]) for item in items]),
         "input_ids": pad_sequence([item["input_ids"] for item in items], batch_first=True),
         "anchors": pad_sequence([item["anchors"] for item in items], batch_first=True, padding_value=-1),

@@ -14,6 +14,7 @@ from ..modeling_dspark import DSparkDrafter
 from .arguments import DSparkTrainingArguments
 from .new_drafter import choose_draft_vocabulary, choose_mask_token, new_drafter
 from .responses import Response, read_responses, split_held_out
+from .target_features import CachedFeatures
 from .trainer import DSparkTrainer
 
 # Fields of a new drafter, by the setting that says them.
@@ -170,3 +171,8 @@ def _describe(trainer: DSparkTrainer, held_out: Sequence[Response], report: Call
     )
     trained = sum(p.numel() for p in trainer.drafter.parameters() if p.requires_grad)
     report(f"{trained:,} trained parameters.")
+    if isinstance(trainer.features, CachedFeatures):
+        where = "in memory" if trainer.args.feature_cache == "memory" else f"in {trainer.args.feature_cache}"
+        report(
+            f"The target's hidden states take {trainer.features.num_bytes / 1e9:.2f} GB {where}, once all are there."
+        )

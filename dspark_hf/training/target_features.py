@@ -6,7 +6,7 @@ The target is frozen. Logits are made only where a draft token is supervised, ne
 import hashlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -22,7 +22,7 @@ from .responses import ResponseDataset
 # How far logits that are made here may differ from the target's own, relative to the largest one.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 # Positions whose full-vocabulary logits exist at once.
-_CHUNK = 64
+_CHUNK = 128
 
 
 @dataclass
@@ -151,12 +151,12 @@ class OnlineFeatures:
 class CachedFeatures:
     """Runs the target for a row once and keeps the states, in bfloat16: from the second epoch on the target rests.
 
-    Rows are known by their `row_ids`: a cache is for one dataset.
+    Rows are known by their `row_ids`.
 
     Args:
         online: runs the target.
         head: the target's, for the normalizers.
-        dataset: the rows.
+        datasets: the rows; ids go on from one to the next.
         folder: where the states are kept, for a restart as well; `None`: in memory. Several processes of one machine
             may share it.
 
@@ -164,18 +164,26 @@ class CachedFeatures:
         ValueError: the folder holds states of another target, of other layers or of other rows.
     """
 
-    def __init__(self, online: OnlineFeatures, head: TargetHead, dataset: ResponseDataset, folder: Path | None = None):
-        self._online, self._head, self._dataset = online, head, dataset
-        self._offsets = [0, *accumulate(dataset.lengths)]
+    def __init__(
+        self,
+        online: OnlineFeatures,
+        head: TargetHead,
+        datasets: Sequence[ResponseDataset],
+        folder: Path | None = None,
+    ):
+        self._online, self._head = online, head
+        self._lengths = [length for dataset in datasets for length in dataset.lengths]
+        self._response_starts = [len(row.prompt_ids) for dataset in datasets for row in dataset.rows]
+        self._offsets = [0, *accumulate(self._lengths)]
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            _claim(folder / "cache.json", {**online.identity, "rows": _digest(dataset)})
+            _claim(folder / "cache.json", {**online.identity, "rows": _digest(datasets)})
         total = self._offsets[-1]
         self._context = _store(folder, "context", (total, online.context_width), torch.bfloat16)
         self._final = _store(folder, "final", (total, online.final_width), torch.bfloat16)
         self._normalizer = _store(folder, "normalizer", (total,), torch.float32)
         # Set last: a row that a kill cut short counts as missing.
-        self._is_known = _store(folder, "is_known", (len(dataset),), torch.bool)
+        self._is_known = _store(folder, "is_known", (len(self._lengths),), torch.bool)
 
     @property
     def num_bytes(self) -> int:
@@ -192,7 +200,7 @@ class CachedFeatures:
         for store in (self._context, self._final, self._normalizer):
             padded = store.new_zeros((len(rows), longest, *store.shape[1:]))
             for i, row in enumerate(rows):
-                padded[i, : self._dataset.lengths[row]] = store[self._offsets[row] : self._offsets[row + 1]]
+                padded[i, : self._lengths[row]] = store[self._offsets[row] : self._offsets[row + 1]]
             parts.append(padded.to(device))
         return TargetFeatures(*parts)
 
@@ -204,7 +212,7 @@ class CachedFeatures:
             self._context[start:end] = found.context[i, :length].to(self._context)
             self._final[start:end] = found.final[i, :length].to(self._final)
             # Nothing before the response is supervised.
-            first = len(self._dataset.rows[row].prompt_ids)
+            first = self._response_starts[row]
             states = self._final[start + first : end].to(found.final.device)
             self._normalizer[start + first : end] = self._head.log_normalizer(states).cpu()
             self._is_known[row] = True
@@ -246,10 +254,11 @@ def _claim(path: Path, identity: dict[str, Any]) -> None:
     path.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
 
 
-def _digest(dataset: ResponseDataset) -> str:
+def _digest(datasets: Sequence[ResponseDataset]) -> str:
     digest = hashlib.sha256()
-    for row, length in zip(dataset.rows, dataset.lengths, strict=True):
-        digest.update(json.dumps((row.prompt_ids, row.response_ids, length)).encode())
+    for dataset in datasets:
+        for row, length in zip(dataset.rows, dataset.lengths, strict=True):
+            digest.update(json.dumps((row.prompt_ids, row.response_ids, length)).encode())
     return digest.hexdigest()
 
 

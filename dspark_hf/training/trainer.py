@@ -6,6 +6,7 @@ is the step, the log of acceptance, batches that a restart repeats, and a clock 
 
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from ..modeling_dspark import DSparkDrafter
 from .arguments import DSparkTrainingArguments
 from .responses import LengthBucketSampler, Response, ResponseDataset, collate
 from .step import StepTotals, TrainingStep
-from .target_features import FeatureSource, OnlineFeatures
+from .target_features import CachedFeatures, FeatureSource, OnlineFeatures, TargetHead
 
 # The learning rate's schedule is made for so many steps where it follows the clock.
 _CLOCK_STEPS = 10_000
@@ -35,7 +36,6 @@ class DSparkTrainer(Trainer):
         args: the settings.
         train_rows: responses to train on.
         eval_rows: held-out responses; of several kinds, a mapping of names to them.
-        features: where the target's hidden states come from; `None`: the target runs for each batch.
         kwargs: arguments of `transformers.Trainer` (callbacks, optimizers).
 
     Raises:
@@ -50,7 +50,6 @@ class DSparkTrainer(Trainer):
         args: DSparkTrainingArguments,
         train_rows: Sequence[Response],
         eval_rows: Sequence[Response] | Mapping[str, Sequence[Response]] | None = None,
-        features: FeatureSource | None = None,
         **kwargs: Any,
     ):
         check_pair(target, drafter).raise_if_blocked()
@@ -65,22 +64,30 @@ class DSparkTrainer(Trainer):
         ):
             if module is not None:
                 module.requires_grad_(is_trained)
+        train_dataset = self._dataset(train_rows, args)
         datasets: Any = None
         if isinstance(eval_rows, Mapping):
-            datasets = {name: self._dataset(rows, args) for name, rows in eval_rows.items()}
+            datasets, first = {}, len(train_dataset)
+            for name, rows in eval_rows.items():
+                datasets[name] = self._dataset(rows, args, first)
+                first += len(datasets[name])
         elif eval_rows is not None:
-            datasets = self._dataset(eval_rows, args)
+            datasets = self._dataset(eval_rows, args, len(train_dataset))
         super().__init__(
             model=TrainingStep(drafter, target, args.objective),
             args=args,
             data_collator=collate,
-            train_dataset=self._dataset(train_rows, args),
+            train_dataset=train_dataset,
             eval_dataset=datasets,
             **kwargs,
         )
         self.model_accepts_loss_kwargs = True
-        self._owned_features = OnlineFeatures(target, drafter.config.target_layer_ids) if features is None else None
-        self.features: Any = features if features is not None else self._owned_features
+        self._online = OnlineFeatures(target, drafter.config.target_layer_ids)
+        self.features: FeatureSource = self._online
+        if args.feature_cache is not None:
+            kept = [self.train_dataset, *(datasets.values() if isinstance(datasets, dict) else [datasets])]
+            folder = None if args.feature_cache == "memory" else Path(args.feature_cache)
+            self.features = CachedFeatures(self._online, TargetHead(target), [d for d in kept if d], folder)
         self._train_totals: _Totals | None = None
         self._eval_totals: _Totals | None = None
         self._clock = _Clock(args.max_seconds)
@@ -88,8 +95,8 @@ class DSparkTrainer(Trainer):
             self.add_callback(_ClockCallback(self._clock))
 
     @staticmethod
-    def _dataset(rows: Sequence[Response], args: DSparkTrainingArguments) -> ResponseDataset:
-        dataset = ResponseDataset(rows, args.num_anchors, args.max_length, args.data_seed or args.seed)
+    def _dataset(rows: Sequence[Response], args: DSparkTrainingArguments, first_row_id: int = 0) -> ResponseDataset:
+        dataset = ResponseDataset(rows, args.num_anchors, args.max_length, args.data_seed or args.seed, first_row_id)
         if not len(dataset):
             raise ValueError(
                 f"None of the {len(rows)} rows has two response tokens within `max_length` ({args.max_length}): there "
@@ -198,9 +205,8 @@ class DSparkTrainer(Trainer):
         return scheduler
 
     def close(self) -> None:
-        """Takes the hooks off the target, where this trainer has put them there."""
-        if self._owned_features is not None:
-            self._owned_features.close()
+        """Takes the hooks off the target; no step can follow."""
+        self._online.close()
 
 
 def _require_float32(drafter: DSparkDrafter) -> None:
