@@ -54,14 +54,14 @@ class DSparkTrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         for name in ("num_anchors", "max_length"):
             if getattr(self, name) < 1:
-                raise ValueError(f"--{name} is {getattr(self, name)}, it must be 1 or more")
+                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}, it must be 1 or more")
         for name in ("cross_entropy_weight", "distance_weight", "confidence_weight"):
             if getattr(self, name) < 0:
-                raise ValueError(f"--{name} is {getattr(self, name)}, it must not be negative")
+                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}, it must not be negative")
         for name in ("position_decay", "max_seconds"):
             value = getattr(self, name)
             if value is not None and value <= 0:
-                raise ValueError(f"--{name} is {value}, it must be positive")
+                raise ValueError(f"--{name.replace('_', '-')} is {value}, it must be positive")
         if self.bf16 and not torch.accelerator.is_available():
             # transformers takes half precision on a CPU only where the CPU was asked for.
             self.use_cpu = True

@@ -64,6 +64,9 @@ class DSparkTrainer(Trainer):
         ):
             if module is not None:
                 module.requires_grad_(is_trained)
+        if drafter.confidence_head is not None and args.confidence_weight == 0:
+            # Left without a gradient, it would keep processes waiting for one.
+            drafter.confidence_head.requires_grad_(False)
         train_dataset = self._dataset(train_rows, args)
         datasets: Any = None
         if isinstance(eval_rows, Mapping):
