@@ -161,6 +161,15 @@ class BlockMasks:
         fewest = num_keys if self.key_lengths is None else self.fewest_keys
         return max(0, fewest - self.block_length - window)
 
+    def attend(
+        self, attention: "DraftAttention", query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """`[B, heads, S, head_dim]` queries over what each may see: `[B, S, heads, head_dim]`."""
+        first = self.first_key(keys.shape[-2])
+        keys, values = keys[:, :, first:], values[:, :, first:]
+        mask = self.get(attention.layer_type, keys.shape[-2], keys.device, first)
+        return attention.attend(query, keys, values, mask)
+
     def get(self, layer_type: str, num_keys: int, device: torch.device, first: int = 0) -> torch.Tensor | None:
         """The mask over `num_keys` keys, before which `first` were left out."""
         if (layer_type, num_keys) not in self._made:
@@ -255,21 +264,18 @@ class DraftAttention(nn.Module):
         keys, values = self.keys_and_values(source, rotary)
         if cache is not None:
             keys, values = cache.update(keys, values, self.layer_idx)
-        first = masks.first_key(keys.shape[-2])
-        keys, values = keys[:, :, first:], values[:, :, first:]
-        mask = masks.get(self.layer_type, keys.shape[-2], keys.device, first)
-        output, _ = self._attend(mask)(
-            self,
-            query,
-            keys,
-            values,
-            mask,
-            scaling=self.scaling,
-            dropout=self.config.attention_dropout if self.training else 0.0,
-        )
+        output = masks.attend(self, query, keys, values)
         return self.o_proj(output.reshape(batch, block_length, -1))
 
-    def _attend(self, mask: torch.Tensor | None) -> Callable:
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Queries and keys `[B, heads or kv_heads, N, head_dim]`, additive mask: `[B, queries, heads, head_dim]`."""
+        dropout = self.config.attention_dropout if self.training else 0.0
+        output, _ = self._kernel(mask)(self, query, keys, values, mask, scaling=self.scaling, dropout=dropout)
+        return output
+
+    def _kernel(self, mask: torch.Tensor | None) -> Callable:
         implementation = self.config._attn_implementation
         # Flash kernels take no arbitrary mask: the few passes that need one go through sdpa.
         if mask is not None and "flash" in (implementation or ""):

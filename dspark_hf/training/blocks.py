@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ..configuration_dspark import DSparkConfig
-from ..modeling_dspark import BlockMasks, DSparkDrafter
+from ..modeling_dspark import BlockMasks, DraftAttention, DSparkDrafter
 
 
 @dataclass
@@ -50,32 +50,61 @@ def draft_positions(
     return DraftPositions(is_supervised, previous, labels, sources)
 
 
+# Blocks that attend together: more of them look at more keys that are not theirs, fewer make more calls.
+_BLOCKS_TOGETHER = 8
+
+
 class ManyBlockMasks(BlockMasks):
-    """Additive masks `[B, 1, N * S, L + N * S]`: context of a sequence first, then all of its blocks.
+    """Attention of the blocks side by side; the keys are the context of a sequence, then all of its blocks.
+
+    A few blocks at a time attend, to the context before the last of their anchors and to their own keys: against all
+    at once, most of the work on masked keys is saved.
 
     Args:
-        anchors: `[B, N]`, none of them negative.
+        anchors: `[B, N]`, ascending, none of them negative.
         num_context: L.
     """
 
     def __init__(self, config: DSparkConfig, anchors: torch.Tensor, num_context: int, dtype: torch.dtype):
-        super().__init__(config, None, config.block_size, dtype, key_lengths=anchors.flatten() + config.block_size)
+        super().__init__(config, None, config.block_size, dtype)
         self.anchors, self.num_context = anchors, num_context
-        self._alone = BlockMasks(config, None, config.block_size, dtype)
+        # Known to the host once for all layers.
+        self._ends = anchors.amax(dim=0).tolist()
+        self._kept: dict[tuple[str, int], torch.Tensor] = {}
 
-    def first_key(self, num_keys: int) -> int:
-        return 0
+    def attend(
+        self, attention: DraftAttention, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        size, outputs = self.block_length, []
+        for first in range(0, len(self._ends), _BLOCKS_TOGETHER):
+            last = min(first + _BLOCKS_TOGETHER, len(self._ends))
+            num_context = max(self._ends[first:last])
+            own = slice(self.num_context + first * size, self.num_context + last * size)
+            if (attention.layer_type, first) not in self._kept:
+                self._kept[attention.layer_type, first] = self._mask(attention.layer_type, first, last, num_context)
+            outputs.append(
+                attention.attend(
+                    query[:, :, first * size : last * size],
+                    torch.cat((keys[:, :, :num_context], keys[:, :, own]), dim=2),
+                    torch.cat((values[:, :, :num_context], values[:, :, own]), dim=2),
+                    self._kept[attention.layer_type, first],
+                )
+            )
+        return torch.cat(outputs, dim=1)
 
-    def _make(self, layer_type: str, num_keys: int, device: torch.device, first: int) -> torch.Tensor:
-        batch, num_blocks = self.anchors.shape
-        size, num_queries = self.block_length, num_blocks * self.block_length
-        visible = torch.zeros((batch, num_queries, num_keys), dtype=torch.bool, device=device)
+    def _mask(self, layer_type: str, first: int, last: int, num_context: int) -> torch.Tensor:
+        """`[B, 1, n * S, num_context + n * S]`, additive, of n blocks."""
+        anchors, size, device = self.anchors[:, first:last], self.block_length, self.anchors.device
+        batch, num_blocks = anchors.shape
+        num_queries = num_blocks * size
+        visible = torch.zeros((batch, num_queries, num_context + num_queries), dtype=torch.bool, device=device)
         # As for a block right behind its anchor's context; its own keys stand elsewhere here.
-        context = self._visible(layer_type, self.num_context, device, 0)
-        context = context & (torch.arange(self.num_context, device=device) < self.anchors.view(-1, 1, 1))
-        visible[..., : self.num_context] = context.reshape(batch, num_queries, self.num_context)
-        block = self._alone._visible(layer_type, size, device, 0)[0]
-        visible[..., self.num_context :] = torch.block_diag(*[block] * num_blocks)
+        rows = BlockMasks(self.config, None, size, self.dtype, key_lengths=anchors.flatten() + size)
+        context = rows._visible(layer_type, num_context, device, 0)
+        context = context & (torch.arange(num_context, device=device) < anchors.reshape(-1, 1, 1))
+        visible[..., :num_context] = context.reshape(batch, num_queries, num_context)
+        block = self._visible(layer_type, size, device, 0)[0]
+        visible[..., num_context:] = torch.block_diag(*[block] * num_blocks)
         mask = torch.zeros(visible.shape, dtype=self.dtype, device=device)
         return mask.masked_fill_(~visible, torch.finfo(self.dtype).min)[:, None]
 
