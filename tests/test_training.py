@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kit import FAMILIES, VOCAB, assert_lossless, new_drafter, target
+from kit import FAMILIES, VOCAB, assert_lossless, hooks_of, inputs, new_drafter, target
 from transformers import TrainerCallback
 
 from dspark_hf import DSparkCandidateGenerator, DSparkDrafter
@@ -21,6 +21,7 @@ from dspark_hf.training.new_drafter import choose_draft_vocabulary, choose_mask_
 from dspark_hf.training.new_drafter import new_drafter as new_drafter_for
 from dspark_hf.training.objective import ObjectiveWeights
 from dspark_hf.training.responses import Response, ResponseDataset, collate, read_responses, split_held_out
+from dspark_hf.training.run import TrainSettings, run_training
 from dspark_hf.training.step import TrainingStep
 from dspark_hf.training.target_features import CachedFeatures, OnlineFeatures, TargetHead
 from dspark_hf.training.trainer import DSparkTrainer
@@ -140,7 +141,7 @@ def naive_terms(drafter, coefficients, rows: list[list[int]], anchors: list[list
         step = TrainingStep(drafter, model, coefficients)
         for row, of_row in zip(rows, anchors, strict=True):
             ids = torch.tensor([row])
-            target_probs = model(ids).logits[0].softmax(-1).detach()
+            target_probs = (model(ids).logits[0] / coefficients.temperature).softmax(-1).detach()
             context = features(batch_of(row, anchors=[[0]])).context
             for anchor in of_row:
                 at = torch.tensor([[anchor]])
@@ -153,7 +154,9 @@ def naive_terms(drafter, coefficients, rows: list[list[int]], anchors: list[list
                     if drafter.markov_head is not None:
                         bias, state = drafter.markov_head(previous, states[k : k + 1], state)
                         logits = logits + bias
-                    probs = torch.zeros(VOCAB).index_put((ids_of_rows,), logits[0].softmax(-1))
+                    probs = torch.zeros(VOCAB).index_put(
+                        (ids_of_rows,), (logits[0] / coefficients.temperature).softmax(-1)
+                    )
                     distance = (probs - target_probs[anchor + k]).abs().sum()
                     label = row[anchor + k + 1]
                     cross_entropy = -probs[label].log() if label in ids_of_rows.tolist() else torch.zeros(())
@@ -169,11 +172,11 @@ def naive_terms(drafter, coefficients, rows: list[list[int]], anchors: list[list
     return loss, weight, acceptances
 
 
-@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize(("cached", "temperature"), [(False, 1.0), (True, 1.0), (True, 0.5)])
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "no markov", "reduced vocabulary", "softcap"])
-def test_loss_and_gradients_are_those_of_the_definition(kind, cached, monkeypatch):
+def test_loss_and_gradients_are_those_of_the_definition(kind, cached, temperature, monkeypatch):
     monkeypatch.setattr(objective, "_CHUNK_LOGITS", 5 * VOCAB)
-    drafter, coefficients = make_drafter(kind), ObjectiveWeights(0.3, 0.7, 0.5, 3.0)
+    drafter, coefficients = make_drafter(kind), ObjectiveWeights(0.3, 0.7, 0.5, 3.0, temperature)
     rows, anchors = [sequence(15, 1), sequence(12, 2)], [[2, 6, 11], [3, 8]]
     expected, weight, acceptances = naive_terms(drafter, coefficients, rows, anchors)
     expected.backward()
@@ -184,7 +187,7 @@ def test_loss_and_gradients_are_those_of_the_definition(kind, cached, monkeypatc
         features = online
         if cached:
             dataset = ResponseDataset([Response(row[:2], row[2:], "x", 1) for row in rows], 9, 99)
-            features = CachedFeatures(online, TargetHead(target()), [dataset])
+            features = CachedFeatures(online, TargetHead(target(), temperature), [dataset])
             features._context, features._final = features._context.float(), features._final.float()
         totals = TrainingStep(drafter, target(), coefficients)(batch, features(batch))
     totals.loss.backward()
@@ -258,12 +261,19 @@ def train(folder: Path, drafter=None, resume: bool = False, callbacks=(), eval_r
 
 
 def test_a_short_run_learns_and_what_it_saves_drafts(tmp_path):
-    trainer = train(tmp_path, max_steps=40, eval_rows=responses()[:4], eval_strategy="epoch")
+    settings = {"eval_strategy": "epoch", "eval_prompts": 2, "eval_max_new_tokens": 9}
+    trainer = train(tmp_path, max_steps=40, eval_rows=responses()[:4], **settings)
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert history[-1]["loss"] < 0.9 * history[0]["loss"]
     assert history[-1]["tau"] > history[0]["tau"]
     evaluations = [entry for entry in trainer.state.log_history if "eval_tau" in entry]
     assert evaluations[-1]["eval_tau"] > evaluations[0]["eval_tau"]
+    # The decoding loop itself, on the first two prompts.
+    with trainer.drafter.trace() as trace:
+        for row in responses()[:2]:
+            settings = {"assistant_model": trainer.drafter, "max_new_tokens": 9, "do_sample": False}
+            target().generate(**inputs(row.prompt_ids), **settings)
+    assert evaluations[-1]["eval_generate_tau"] == pytest.approx(trace.summary().acceptance_length, abs=1e-4)
     trainer.save_model()
     loaded = DSparkDrafter.from_pretrained(tmp_path)
     for name, tensor in trainer.drafter.state_dict().items():
@@ -495,3 +505,52 @@ def test_what_cannot_be_trained_is_refused(drafter, settings, message, tmp_path)
         settings = {**settings, "eval_strategy": "epoch", "metric_for_best_model": "loss"}
     with pytest.raises(ValueError, match=message):
         train(tmp_path, drafter(), eval_rows=responses()[:4], **settings)
+
+
+def test_a_checkpoint_of_another_drafter_is_refused(tmp_path):
+    train(tmp_path, save_strategy="steps", save_steps=2, max_steps=2)
+    with pytest.raises(ValueError, match="holds another drafter than the one that is trained: markov_head"):
+        train(tmp_path, new_drafter(markov_rank=8), resume=True)
+
+
+@pytest.mark.parametrize("algorithm", ["dspark", "dflash"])
+def test_the_command_from_files_to_a_drafter(algorithm, tmp_path, capsys):
+    target().save_pretrained(tmp_path / "target")
+    rows = [{"prompt_ids": r.prompt_ids, "response_ids": r.response_ids, "index": r.index} for r in responses()]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {
+        "output_dir": str(tmp_path / "drafter"),
+        "target": str(tmp_path / "target"),
+        "target_dtype": "float32",
+        "data": [str(tmp_path / "rows.jsonl")],
+        "held_out_every": 5,
+        "algorithm": algorithm,
+        "num_hidden_layers": 1,
+        "block_size": 3,
+        "markov_rank": 4 if algorithm == "dspark" else None,
+        "draft_vocab_size": 60,
+        "mask_token_id": 96,
+        "max_steps": 4,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "feature_cache": "memory",
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
+    lines = []
+    trainer = run_training(TrainSettings(**settings), report=lines.append)
+    assert lines[0].startswith("19 rows to train on")
+    assert "5 held out" in lines[0]
+    assert "GB in memory" in lines[2]
+    assert "τ greedy" in capsys.readouterr().out
+    assert hooks_of(trainer.target) == 0
+    drafter = DSparkDrafter.from_pretrained(tmp_path / "drafter")
+    assert drafter.config.draft_vocab_size == 60
+    assert drafter.config.sample_from_anchor == (algorithm == "dspark")
+    assert drafter.config.target_model_name_or_path is None
+    assert_lossless(target(), drafter, wrong_at=[None])
+    # The same folder again: there is nothing left to do.
+    again = run_training(TrainSettings(**settings), report=lines.append)
+    assert f"Going on from {tmp_path}/drafter/checkpoint-4." in lines
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(again.drafter.state_dict()[name], tensor), name

@@ -23,6 +23,9 @@ class DSparkTrainingArguments(TrainingArguments):
     position_decay: float = field(
         default=4.0, metadata={"help": "draft positions over which the weight of a position falls by e"}
     )
+    temperature: float = field(
+        default=1.0, metadata={"help": "of the decoding to train for: low for greedy, 1 for plain sampling"}
+    )
     train_lm_head: bool = field(default=False, metadata={"help": "train the drafter's own head, where it has one"})
     train_embed_tokens: bool = field(
         default=False, metadata={"help": "train the drafter's own embedding, where it has one"}
@@ -39,6 +42,13 @@ class DSparkTrainingArguments(TrainingArguments):
             "each time"
         },
     )
+    eval_prompts: int = field(
+        default=0,
+        metadata={
+            "help": "at each evaluation, decode so many held-out prompts with the drafter, greedily: eval_generate_tau"
+        },
+    )
+    eval_max_new_tokens: int = field(default=64, metadata={"help": "tokens that are decoded for each of them"})
     # Defaults of TrainingArguments that suit a drafter: those of the paper, at the size of a home.
     learning_rate: float = field(default=6e-4, metadata={"help": "peak learning rate"})
     lr_scheduler_type: str = field(default="cosine", metadata={"help": "schedule of the learning rate"})
@@ -52,16 +62,18 @@ class DSparkTrainingArguments(TrainingArguments):
     debug: str | list = field(default="", init=False)
 
     def __post_init__(self) -> None:
-        for name in ("num_anchors", "max_length"):
+        for name in ("num_anchors", "max_length", "eval_max_new_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}, it must be 1 or more")
-        for name in ("cross_entropy_weight", "distance_weight", "confidence_weight"):
+        for name in ("cross_entropy_weight", "distance_weight", "confidence_weight", "eval_prompts"):
             if getattr(self, name) < 0:
                 raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}, it must not be negative")
-        for name in ("position_decay", "max_seconds"):
+        for name in ("position_decay", "max_seconds", "temperature"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} is {value}, it must be positive")
+        if self.dataloader_persistent_workers:
+            raise ValueError("--dataloader-persistent-workers would draw the anchors of the first epoch in all others")
         if self.bf16 and not torch.accelerator.is_available():
             # transformers takes half precision on a CPU only where the CPU was asked for.
             self.use_cpu = True
@@ -74,5 +86,9 @@ class DSparkTrainingArguments(TrainingArguments):
     @property
     def objective(self) -> ObjectiveWeights:
         return ObjectiveWeights(
-            self.cross_entropy_weight, self.distance_weight, self.confidence_weight, self.position_decay
+            cross_entropy=self.cross_entropy_weight,
+            distance=self.distance_weight,
+            confidence=self.confidence_weight,
+            decay=self.position_decay,
+            temperature=self.temperature,
         )

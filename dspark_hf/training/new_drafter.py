@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -108,7 +109,8 @@ def drafter_config(
         "bos_token_id": config.bos_token_id,
         "eos_token_id": target.generation_config.eos_token_id,
         "pad_token_id": config.pad_token_id,
-        "target_model_name_or_path": config._name_or_path or None,
+        # A folder on this machine is nobody's name.
+        "target_model_name_or_path": None if Path(config._name_or_path).is_dir() else config._name_or_path or None,
     }
     if fields.get("markov_head_type") == "none":
         settings["confidence_head_with_markov"] = False

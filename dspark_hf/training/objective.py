@@ -28,12 +28,14 @@ class ObjectiveWeights:
     Attributes:
         cross_entropy, distance, confidence: of the three terms.
         decay: draft positions over which the weight of a position falls by e.
+        temperature: both distributions are those of sampling at it; a low one trains for greedy decoding.
     """
 
     cross_entropy: float = 0.1
     distance: float = 0.9
     confidence: float = 1.0
     decay: float = 4.0
+    temperature: float = 1.0
 
     def by_position(self, num_positions: int, device: torch.device | None = None) -> torch.Tensor:
         """`[n]` weights w_k, float32."""
@@ -139,6 +141,7 @@ class _Chunks:
         first, last = int(sources[0]), int(sources[-1])
         probs, outside = self.supervision.target(slice(first, last + 1))
         logits, labels = self.logits_of(*inputs).float(), self.supervision.label_rows[part]
+        logits = logits if self.coefficients.temperature == 1.0 else logits / self.coefficients.temperature
         terms = distribution_terms(logits, labels, probs[sources - first], outside[sources - first])
         return (*terms, logits.argmax(dim=-1) == labels) if with_hits else terms
 

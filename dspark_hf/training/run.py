@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from rich.console import Console
+from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -112,10 +114,30 @@ def run_training(settings: TrainSettings, report: Callable[[str], None] = print)
         trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_model()
         trainer.save_state()
+        report(f"wrote {settings.output_dir}")
+        if held_out:
+            metrics = trainer.evaluate()
+            trainer.save_metrics("eval", metrics)
+            if settings.process_index == 0:
+                Console().print(table_of(metrics, drafter.config.num_draft_tokens))
     finally:
         trainer.close()
-    report(f"wrote {settings.output_dir}")
     return trainer
+
+
+def table_of(metrics: dict[str, float], num_draft_tokens: int) -> Table:
+    """The evaluation of held-out rows, a line per dataset."""
+    table = Table(title="Held-out rows: acceptance length and, at each draft position, the chance of acceptance")
+    names = [
+        name.removeprefix("eval_").removesuffix("_greedy_tau") for name in metrics if name.endswith("_greedy_tau")
+    ]
+    for column in ("dataset", "τ sampled", "τ greedy", *map(str, range(1, num_draft_tokens + 1)), "confidence error"):
+        table.add_column(column, justify="left" if column == "dataset" else "right")
+    for name in names:
+        chances = [f"{metrics[f'eval_{name}_acceptance_{k}']:.1%}" for k in range(1, num_draft_tokens + 1)]
+        taus = [f"{metrics[f'eval_{name}_{kind}']:.2f}" for kind in ("tau", "greedy_tau")]
+        table.add_row(name, *taus, *chances, f"{metrics[f'eval_{name}_confidence_error']:.1%}")
+    return table
 
 
 def _say_nothing(line: str) -> None:
@@ -141,7 +163,8 @@ def _make_drafter(
 ) -> DSparkDrafter:
     if settings.drafter is not None:
         return DSparkDrafter.from_pretrained(settings.drafter, dtype=torch.float32).to(target.device)
-    shape = settings.shape
+    shape: dict[str, Any] = {"target_model_name_or_path": TARGET_ID} if settings.target is None else {}
+    shape |= settings.shape
     if "mask_token_id" not in shape:
         special = AutoTokenizer.from_pretrained(settings.target or fetch_demo_target(report)).all_special_ids
         shape["mask_token_id"] = choose_mask_token(rows, target, special)

@@ -44,11 +44,14 @@ class TrainingStep(nn.Module):
         ValueError: the drafter proposes ids that the target lacks.
     """
 
+    _draft_ids: torch.Tensor | None
+    _row_of_id: torch.Tensor
+
     def __init__(self, drafter: DSparkDrafter, target: Any, coefficients: ObjectiveWeights):
         super().__init__()
         self.drafter, self.coefficients = drafter, coefficients
         config = drafter.config
-        self._target_head = TargetHead(target)
+        self._target_head = TargetHead(target, coefficients.temperature)
         embed = embedding_of(drafter, target)
         # The target's table is not trained, whether or not somebody froze it.
         self._embed = embed if drafter.embed_tokens is not None else torch.no_grad()(embed)
@@ -60,10 +63,10 @@ class TrainingStep(nn.Module):
                 f"The drafter knows {config.vocab_size} ids and proposes up to {int(ids.max())}, but the target has "
                 f"{self._target_head.vocab_size}. Training needs one vocabulary for both."
             )
-        self._draft_ids = ids if config.has_reduced_vocabulary else None
+        self.register_buffer("_draft_ids", ids if config.has_reduced_vocabulary else None, persistent=False)
         rows = torch.full((config.vocab_size,), -1, device=ids.device)
         rows[ids] = torch.arange(len(ids), device=ids.device)
-        self._row_of_id = rows
+        self.register_buffer("_row_of_id", rows, persistent=False)
 
     def forward(self, batch: dict[str, torch.Tensor], features: TargetFeatures) -> StepTotals:
         """A batch as `responses.collate` makes it, and the target's features of it."""

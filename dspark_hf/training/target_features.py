@@ -46,19 +46,22 @@ class TargetHead:
 
     Args:
         target: any causal language model whose logits are its head's, scaled or softcapped as its config says.
+        temperature: the logits are divided by it, as in sampling.
 
     Raises:
         UnsupportedGenerationError: the logits come out otherwise than the target's own.
     """
 
-    def __init__(self, target: Any):
+    def __init__(self, target: Any, temperature: float = 1.0):
         config = target.config.get_text_config(decoder=True)
         self._head = target.get_output_embeddings()
         self.vocab_size: int = config.vocab_size
         self._cap = getattr(config, "final_logit_softcapping", None)
         # Cohere multiplies, Granite divides.
         self._scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
+        self.temperature = 1.0
         self._check(target)
+        self.temperature = temperature
 
     @torch.no_grad()
     def _check(self, target: Any) -> None:
@@ -83,13 +86,16 @@ class TargetHead:
             logits = self._head(states if weight is None else states.to(weight.dtype))
             logits = logits if ids is None else logits[..., ids]
         logits = logits.float() if self._scale == 1.0 else logits.float() * self._scale
-        return logits if self._cap is None else torch.tanh(logits / self._cap) * self._cap
+        if self._cap is not None:
+            logits = torch.tanh(logits / self._cap) * self._cap
+        return logits if self.temperature == 1.0 else logits / self.temperature
 
     def _rows(self, ids: torch.Tensor) -> torch.Tensor:
         """The head's rows of some ids: copied once for as long as the same ids are asked for."""
         known = getattr(self, "_known", None)
         if known is None or known[0] is not ids:
-            self._known = known = (ids, self._head.weight.detach()[ids].contiguous())
+            weight = self._head.weight.detach()
+            self._known = known = (ids, weight[ids.to(weight.device)].contiguous())
         return known[1]
 
     @torch.no_grad()
@@ -177,7 +183,9 @@ class CachedFeatures:
         self._offsets = [0, *accumulate(self._lengths)]
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            _claim(folder / "cache.json", {**online.identity, "rows": _digest(datasets)})
+            _claim(
+                folder / "cache.json", {**online.identity, "temperature": head.temperature, "rows": _digest(datasets)}
+            )
         total = self._offsets[-1]
         self._context = _store(folder, "context", (total, online.context_width), torch.bfloat16)
         self._final = _store(folder, "final", (total, online.final_width), torch.bfloat16)

@@ -67,15 +67,22 @@ class DSparkTrainer(Trainer):
         if drafter.confidence_head is not None and args.confidence_weight == 0:
             # Left without a gradient, it would keep processes waiting for one.
             drafter.confidence_head.requires_grad_(False)
-        train_dataset = self._dataset(train_rows, args)
+        train_dataset = _dataset(train_rows, args)
+        if not len(train_dataset):
+            raise ValueError(
+                f"None of the {len(train_rows)} rows has two response tokens within `max_length` ({args.max_length}): "
+                "there is nothing to draft. Raise `max_length`, or give longer responses."
+            )
         datasets: Any = None
         if isinstance(eval_rows, Mapping):
             datasets, first = {}, len(train_dataset)
             for name, rows in eval_rows.items():
-                datasets[name] = self._dataset(rows, args, first)
-                first += len(datasets[name])
+                dataset = _dataset(rows, args, first)
+                first += len(dataset)
+                if len(dataset):
+                    datasets[name] = dataset
         elif eval_rows is not None:
-            datasets = self._dataset(eval_rows, args, len(train_dataset))
+            datasets = _dataset(eval_rows, args, len(train_dataset))
         super().__init__(
             model=TrainingStep(drafter, target, args.objective),
             args=args,
@@ -89,33 +96,27 @@ class DSparkTrainer(Trainer):
         self.features: FeatureSource = self._online
         if args.feature_cache is not None:
             kept = [self.train_dataset, *(datasets.values() if isinstance(datasets, dict) else [datasets])]
+            head = TargetHead(target, args.temperature)
             folder = None if args.feature_cache == "memory" else Path(args.feature_cache)
-            self.features = CachedFeatures(self._online, TargetHead(target), [d for d in kept if d], folder)
+            self.features = CachedFeatures(self._online, head, [d for d in kept if d], folder)
         self._train_totals: _Totals | None = None
         self._eval_totals: _Totals | None = None
         self._clock = _Clock(args.max_seconds)
         if args.max_seconds is not None:
             self.add_callback(_ClockCallback(self._clock))
 
-    @staticmethod
-    def _dataset(rows: Sequence[Response], args: DSparkTrainingArguments, first_row_id: int = 0) -> ResponseDataset:
-        dataset = ResponseDataset(rows, args.num_anchors, args.max_length, args.data_seed or args.seed, first_row_id)
-        if not len(dataset):
-            raise ValueError(
-                f"None of the {len(rows)} rows has two response tokens within `max_length` ({args.max_length}): there "
-                "is nothing to draft. Raise `max_length`, or give longer responses."
-            )
-        return dataset
-
     # Batches
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         args: Any = self.args
         size = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
-        return LengthBucketSampler(self.train_dataset, size, args.data_seed or args.seed)  # type: ignore[arg-type]
+        return LengthBucketSampler(self.train_dataset, size, _seed(args))  # type: ignore[arg-type]
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor:
-        """The summed weights of all supervised positions of an optimizer step, on all processes."""
+        """The summed weights of all supervised positions of an optimizer step, on all processes.
+
+        transformers counts labels here, which our batches do not have.
+        """
         config = self.drafter.config
         weights = self.args.objective.by_position(config.num_draft_tokens)
         summed = torch.cat((weights.new_zeros(1), weights.cumsum(0)))
@@ -167,15 +168,36 @@ class DSparkTrainer(Trainer):
             logs = {**logs, **totals.metrics(with_hits=False)}
         super().log(logs, start_time)
 
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+    def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         self._eval_totals = None
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)  # type: ignore[misc]
+        output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)  # type: ignore[misc]
         if self._eval_totals is not None:
             totals = self._eval_totals.gathered(self.accelerator)
             metrics: Any = output.metrics
             metrics.update({f"{metric_key_prefix}_{name}": value for name, value in totals.metrics().items()})
             metrics[f"{metric_key_prefix}_loss"] = totals.mean_loss
+            if self.args.eval_prompts > 0:
+                metrics[f"{metric_key_prefix}_generate_tau"] = self._generate_tau(dataloader.dataset)
         return output
+
+    @torch.no_grad()
+    def _generate_tau(self, dataset: ResponseDataset) -> float:
+        """τ of the decoding loop itself, greedily and with full drafts. Each process decodes the same prompts."""
+        self.drafter.eval()
+        with self.drafter.trace() as trace:
+            for row in dataset.rows[: self.args.eval_prompts]:
+                input_ids = torch.tensor([row.prompt_ids], device=self.target.device)
+                self.target.generate(
+                    input_ids=input_ids,
+                    attention_mask=torch.ones_like(input_ids),
+                    assistant_model=self.drafter,
+                    num_assistant_tokens_schedule="constant",
+                    assistant_confidence_threshold=0.0,
+                    max_new_tokens=self.args.eval_max_new_tokens,
+                    do_sample=False,
+                    num_beams=1,
+                )
+        return round(trace.summary().acceptance_length, 5)
 
     # Saving: a checkpoint is a drafter that `from_pretrained` opens.
 
@@ -188,6 +210,13 @@ class DSparkTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         loaded = DSparkDrafter.from_pretrained(resume_from_checkpoint, dtype=torch.float32)
+        ours, found = ({n: t.shape for n, t in d.state_dict().items()} for d in (self.drafter, loaded))
+        if ours != found:
+            name = next(name for name in (*ours, *found) if ours.get(name) != found.get(name))
+            raise ValueError(
+                f"{resume_from_checkpoint} holds another drafter than the one that is trained: {name} is "
+                f"{found.get(name)} there and {ours.get(name)} here. Use another `output_dir`, or delete it."
+            )
         self.drafter.load_state_dict(loaded.state_dict())
 
     def _load_best_model(self) -> None:
@@ -210,6 +239,14 @@ class DSparkTrainer(Trainer):
     def close(self) -> None:
         """Takes the hooks off the target; no step can follow."""
         self._online.close()
+
+
+def _seed(args: DSparkTrainingArguments) -> int:
+    return args.seed if args.data_seed is None else args.data_seed
+
+
+def _dataset(rows: Sequence[Response], args: DSparkTrainingArguments, first_row_id: int = 0) -> ResponseDataset:
+    return ResponseDataset(rows, args.num_anchors, args.max_length, _seed(args), first_row_id)
 
 
 def _require_float32(drafter: DSparkDrafter) -> None:
@@ -274,7 +311,7 @@ class _Clock:
 
     def __init__(self, limit: float | None):
         self.limit = limit
-        self.before, self.share = 0.0, 0.0
+        self.before, self.share, self.last_step = 0.0, 0.0, 0.0
         self.started: float | None = None
 
     @property
@@ -317,10 +354,12 @@ class _ClockCallback(TrainerCallback, ExportableState):
         self._clock.start(saved.get("attributes", {}).get("elapsed", 0.0))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        share = self._clock.read()
+        before, share = self._clock.share, self._clock.read()
         if args.world_size > 1:
-            self._clock.share = float(broadcast(torch.tensor(share, device=args.device)))
+            share = self._clock.share = float(broadcast(torch.tensor(share, device=args.device)))
+        self._clock.last_step = share - before
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._clock.share >= 1.0:
+        # The next step would end more than half of itself too late.
+        if self._clock.share + 1.5 * self._clock.last_step >= 1.0:
             control.should_training_stop = True
