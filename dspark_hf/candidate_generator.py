@@ -131,7 +131,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._processors = by_row(memoryless(logits_processor or LogitsProcessorList()), num_rows)
         self._context = _WaitingContext(prompt_mask, num_rows, num_cached, self._device, self._dtype)
         self._report_confidence = report_confidence and drafter.confidence_head is not None
-        self._embed = _embedding_of(drafter, target)
+        self._embed = embedding_of(drafter, target)
         self._lm_head = drafter.lm_head if drafter.lm_head is not None else target.get_output_embeddings()
         self._vocabulary = _DraftVocabulary(drafter, target, vocabulary_map, self._device)
         mask_id = config.mask_token_id
@@ -675,7 +675,7 @@ class _DraftVocabulary:
         return scores
 
 
-def _embedding_of(drafter: DSparkDrafter, target: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]:
+def embedding_of(drafter: DSparkDrafter, target: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]:
     """Ids to block embeddings: the drafter's own table or the target's, scaled as the drafter was trained."""
     module: Any = drafter.embed_tokens if drafter.embed_tokens is not None else target.get_input_embeddings()
     scale = drafter.config.embedding_scale

@@ -2,14 +2,17 @@
 
 import argparse
 import dataclasses
+import json
 import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import transformers
+import yaml
 from transformers import HfArgumentParser
 
 from . import __version__
@@ -21,6 +24,7 @@ from .data import DataSettings, run_data
 from .demo import DemoSettings, run_demo
 from .errors import DSparkError
 from .profile_run import ProfileSettings, run_profile
+from .training.run import TrainSettings, run_training
 
 
 @dataclass
@@ -62,6 +66,11 @@ def _data(settings: DataSettings) -> int:
     return 0
 
 
+def _train(settings: TrainSettings) -> int:
+    run_training(settings)
+    return 0
+
+
 def _check(settings: CheckSettings) -> int:
     pair = load_pair(settings)
     print(check_alignment(pair.target, pair.drafter, target_tokenizer=pair.tokenizer))
@@ -83,6 +92,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "calibrate": (CalibrationSettings, _calibrate),
     "profile": (ProfileSettings, _profile),
     "data": (DataSettings, _data),
+    "train": (TrainSettings, _train),
     "check": (CheckSettings, _check),
     "version": (VersionSettings, _version),
 }
@@ -111,13 +121,44 @@ def _parser() -> _Parser:
             formatter_class=_HelpFormatter,
             allow_abbrev=False,
         )
+        command.add_argument("--config", help="YAML file with options by name; those of the command line come first")
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 
 
+def _with_config(parser: _Parser, arguments: list[str]) -> dict[str, Any]:
+    """The parsed arguments, with those of the YAML file that `--config` names where the command line has none."""
+    parsed = vars(parser.parse_args(arguments))
+    path = parsed.pop("config", None)
+    if path is None:
+        return parsed
+    try:
+        options = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        parser.error(f"--config: cannot read {path} ({' '.join(str(error).split())})")
+    if not isinstance(options, dict):
+        parser.error(f"--config: {path} holds {type(options).__name__}, expected option names with their values")
+    options = {str(name).replace("-", "_"): value for name, value in options.items()}
+    unknown = sorted(options.keys() - parsed.keys())
+    if unknown:
+        parser.error(f"--config: {path} names {', '.join(unknown)}, which is no option of {parsed['command']}")
+    # As words, so that a value is checked as if it had been typed; last comes the command line, which wins.
+    words = [word for name, value in options.items() for word in _as_words(name, value)]
+    parsed = vars(parser.parse_args([arguments[0], *words, *arguments[1:]]))
+    parsed.pop("config")
+    return parsed
+
+
+def _as_words(name: str, value: Any) -> list[str]:
+    if value is None:
+        return []
+    values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+    return [f"--{name}", *map(str, values)]
+
+
 def _settings(parser: _Parser, command: str, arguments: dict[str, Any]) -> Any:
     settings_class = COMMANDS[command][0]
-    names = [field.name for field in dataclasses.fields(settings_class)]
+    names = [field.name for field in dataclasses.fields(settings_class) if field.init]
     try:
         return settings_class(**{name: arguments[name] for name in names})
     except ValueError as error:
@@ -133,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if arguments[0] == "--version":
         arguments = ["version"]
-    parsed = vars(parser.parse_args(arguments))
+    parsed = _with_config(parser, arguments)
     settings = _settings(parser, parsed["command"], parsed)
     try:
         return COMMANDS[parsed["command"]][1](settings)

@@ -161,6 +161,15 @@ class BlockMasks:
         fewest = num_keys if self.key_lengths is None else self.fewest_keys
         return max(0, fewest - self.block_length - window)
 
+    def attend(
+        self, attention: "DraftAttention", query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """`[B, heads, S, head_dim]` queries over what each may see: `[B, S, heads, head_dim]`."""
+        first = self.first_key(keys.shape[-2])
+        keys, values = keys[:, :, first:], values[:, :, first:]
+        mask = self.get(attention.layer_type, keys.shape[-2], keys.device, first)
+        return attention.attend(query, keys, values, mask)
+
     def get(self, layer_type: str, num_keys: int, device: torch.device, first: int = 0) -> torch.Tensor | None:
         """The mask over `num_keys` keys, before which `first` were left out."""
         if (layer_type, num_keys) not in self._made:
@@ -255,21 +264,18 @@ class DraftAttention(nn.Module):
         keys, values = self.keys_and_values(source, rotary)
         if cache is not None:
             keys, values = cache.update(keys, values, self.layer_idx)
-        first = masks.first_key(keys.shape[-2])
-        keys, values = keys[:, :, first:], values[:, :, first:]
-        mask = masks.get(self.layer_type, keys.shape[-2], keys.device, first)
-        output, _ = self._attend(mask)(
-            self,
-            query,
-            keys,
-            values,
-            mask,
-            scaling=self.scaling,
-            dropout=self.config.attention_dropout if self.training else 0.0,
-        )
+        output = masks.attend(self, query, keys, values)
         return self.o_proj(output.reshape(batch, block_length, -1))
 
-    def _attend(self, mask: torch.Tensor | None) -> Callable:
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Queries and keys `[B, heads or kv_heads, N, head_dim]`, additive mask: `[B, queries, heads, head_dim]`."""
+        dropout = self.config.attention_dropout if self.training else 0.0
+        output, _ = self._kernel(mask)(self, query, keys, values, mask, scaling=self.scaling, dropout=dropout)
+        return output
+
+    def _kernel(self, mask: torch.Tensor | None) -> Callable:
         implementation = self.config._attn_implementation
         # Flash kernels take no arbitrary mask: the few passes that need one go through sdpa.
         if mask is not None and "flash" in (implementation or ""):
@@ -342,11 +348,18 @@ class VanillaMarkovHead(nn.Module):
         """The recurrent state before a block, `[B, r]`; `None` where the head has no memory."""
         return None
 
+    def latent(
+        self, previous_ids: torch.Tensor, hidden_states: torch.Tensor, state: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What W2 is applied to, `[B, r]`, and the next state: all of the head but its largest product."""
+        return self.markov_w1(previous_ids), state
+
     def forward(
         self, previous_ids: torch.Tensor, hidden_states: torch.Tensor, state: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`[B]` previous tokens, `[B, H]` backbone state, recurrent state to a `[B, Vd]` bias and the next state."""
-        return self.markov_w2(self.markov_w1(previous_ids)), state
+        latent, state = self.latent(previous_ids, hidden_states, state)
+        return self.markov_w2(latent), state
 
 
 class GatedMarkovHead(VanillaMarkovHead):
@@ -356,12 +369,12 @@ class GatedMarkovHead(VanillaMarkovHead):
         super().__init__(config)
         self.gate_proj = nn.Linear(config.hidden_size + config.markov_rank, config.markov_rank)
 
-    def forward(
+    def latent(
         self, previous_ids: torch.Tensor, hidden_states: torch.Tensor, state: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         latent = self.markov_w1(previous_ids)
         gate = self.gate_proj(torch.cat((hidden_states, latent), dim=-1)).sigmoid()
-        return self.markov_w2(gate * latent), state
+        return gate * latent, state
 
 
 class RNNMarkovHead(VanillaMarkovHead):
@@ -375,7 +388,7 @@ class RNNMarkovHead(VanillaMarkovHead):
     def initial_state(self, batch_size: int) -> torch.Tensor:
         return self.joint_proj.weight.new_zeros(batch_size, self.markov_w1.embedding_dim)
 
-    def forward(
+    def latent(
         self, previous_ids: torch.Tensor, hidden_states: torch.Tensor, state: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert state is not None
@@ -383,7 +396,7 @@ class RNNMarkovHead(VanillaMarkovHead):
         gate, candidate, output = joint.chunk(3, dim=-1)
         gate = gate.sigmoid()
         state = gate * state + (1 - gate) * candidate.tanh()
-        return self.markov_w2(output.tanh()), state
+        return output.tanh(), state
 
 
 MARKOV_HEADS = {"vanilla": VanillaMarkovHead, "gated": GatedMarkovHead, "rnn": RNNMarkovHead}
@@ -524,6 +537,7 @@ class DSparkDrafter(PreTrainedModel):
         position_ids: torch.Tensor | None = None,
         cache: Any = None,
         past_key_values: Any = None,
+        masks: BlockMasks | None = None,
         **kwargs: Any,
     ) -> BaseModelOutput:
         """The backbone over one block. Argument names are those of transformers for this kind of drafter.
@@ -538,6 +552,7 @@ class DSparkDrafter(PreTrainedModel):
             cache: a [`DraftCache`] (or a `DFlashCache` of transformers); it is handed context and block together,
                 and the caller keeps the context only.
             past_key_values: the name of `cache` until transformers 5.24.
+            masks: who sees whom, in place of the rule for one block; training passes many of them side by side.
 
         Returns:
             `last_hidden_state`: `[B, S, H]`, after the final norm.
@@ -555,7 +570,8 @@ class DSparkDrafter(PreTrainedModel):
             )
         context = None if context_hidden_states is None else self.project_context(context_hidden_states)
         rows = (cache.key_lengths, cache.fewest_keys) if isinstance(cache, DraftCache) else (None, 0)
-        masks = BlockMasks(self.config, attention_mask, block_length, noise_embeds.dtype, *rows)
+        if masks is None:
+            masks = BlockMasks(self.config, attention_mask, block_length, noise_embeds.dtype, *rows)
         rotary = self.rotary_emb(position_ids, noise_embeds.dtype)
         hidden_states = noise_embeds
         for layer in self.layers:
@@ -598,15 +614,19 @@ class DSparkDrafter(PreTrainedModel):
         Args:
             position: the draft position of the first one, from 0: each has its temperature, once calibrated.
         """
+        logits = self.confidence_logits(hidden_states, previous_ids)
+        if self.calibration is not None:
+            logits = self.calibration.applied(logits, position)
+        return logits.sigmoid()
+
+    def confidence_logits(self, hidden_states: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor:
+        """`[..., H]` states and `[...]` tokens before each position to `[...]` logits, float32, before calibration."""
         assert self.confidence_head is not None
         latent = None
         if self.confidence_head.with_markov:
             assert self.markov_head is not None
             latent = self.markov_head.markov_w1(previous_ids)
-        logits = self.confidence_head(hidden_states, latent)
-        if self.calibration is not None:
-            logits = self.calibration.applied(logits, position)
-        return logits.sigmoid()
+        return self.confidence_head(hidden_states, latent)
 
     def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Indices of the head's rows to token ids; the same where the drafter proposes the whole vocabulary."""

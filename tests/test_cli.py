@@ -10,6 +10,7 @@ from dspark_hf.cli import main
 from dspark_hf.demo import DemoSettings
 from dspark_hf.demo_weights import DRAFTER_FOLDER
 from dspark_hf.errors import AlignmentError
+from dspark_hf.training.objective import ObjectiveWeights
 
 PAIR = SimpleNamespace(target="the target", drafter="the drafter", tokenizer=None)
 
@@ -59,6 +60,28 @@ def test_bench_options_of_several_words(seen):
     ]
 
 
+def test_options_from_a_yaml_file_and_the_command_line_comes_first(seen, tmp_path):
+    path = tmp_path / "options.yaml"
+    path.write_text("max-new-tokens: 9\nstream: false\nprompt: [a b, c]\ndtype: float32\ntarget: null\n")
+    assert main(["demo", "--dtype", "bfloat16", "--config", str(path)]) == 0
+    assert seen == [DemoSettings(max_new_tokens=9, stream=False, prompt=["a b", "c"], dtype="bfloat16")]
+
+
+def test_train_options(seen, tmp_path):
+    arguments = ["train", "--output-dir", str(tmp_path), "--data", "a.jsonl", "b.jsonl", "--max-seconds", "60"]
+    assert main([*arguments, "--algorithm", "dflash", "--target-layer-ids", "1", "5"]) == 0
+    (settings,) = seen
+    assert settings.data == ["a.jsonl", "b.jsonl"]
+    assert settings.objective == ObjectiveWeights(cross_entropy=1.0, distance=0.0, confidence=0.0)
+    assert settings.shape == {
+        "num_hidden_layers": 2,
+        "target_layer_ids": [1, 5],
+        "markov_head_type": "none",
+        "sample_from_anchor": False,
+        "enable_confidence_head": False,
+    }
+
+
 @pytest.mark.parametrize("command", [*cli.COMMANDS])
 def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as caught:
@@ -77,6 +100,15 @@ def test_every_command_has_help(command, capsys):
         (["demo", "--max-new-tokens", "0"], "--max-new-tokens is 0, it must be 1 or more"),
         (["demo", "--gguf-file", "a.gguf"], "--gguf-file names a file in --target, which is missing"),
         (["demo", "--targe", "a"], "unrecognized arguments: --targe a"),
+        (["demo", "--config", "no.yaml"], "--config: cannot read no.yaml"),
+        (["train", "--output-dir", "o"], "--data is missing: files with responses of the target"),
+        (["train", "--data", "a"], "--output-dir is missing: the folder for the drafter"),
+        (["train", "--data", "a", "--output-dir", "o", "--num-anchors", "0"], "--num-anchors is 0, it must be 1 or"),
+        (["train", "--data", "a", "--output-dir", "o", "--position-decay", "0"], "--position-decay is 0.0, it must"),
+        (
+            ["train", "--data", "a", "--output-dir", "o", "--drafter", "d", "--block-size", "4"],
+            "--block-size is of a new drafter, but --drafter names one to start from",
+        ),
         (["bench", "--repeats", "-1"], "--repeats is -1, it must be 1 or more"),
         (["bench", "--methods", "magic"], "--methods names magic, which is none of plain, prompt-lookup"),
         (["bench", "--json", "/no/such/folder/out.json"], "--json is /no/such/folder/out.json, whose folder does not"),
@@ -89,6 +121,20 @@ def test_a_wrong_argument_is_one_line_and_code_2(arguments, message, seen, capsy
     assert caught.value.code == 2
     assert message in error
     assert error.count("\n") == 1
+    assert seen == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("melody: 3", "names melody, which is no option of demo"), ("- 3", "holds list, expected option names")],
+)
+def test_a_wrong_config_is_one_line_and_code_2(text, message, seen, tmp_path, capsys):
+    path = tmp_path / "options.yaml"
+    path.write_text(text)
+    with pytest.raises(SystemExit) as caught:
+        main(["demo", "--config", str(path)])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
     assert seen == []
 
 

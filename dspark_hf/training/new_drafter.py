@@ -1,0 +1,232 @@
+"""A drafter to start training from: its shape, its draft vocabulary, its first weights."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..configuration_dspark import DSparkConfig
+from ..modeling_dspark import DSparkDrafter
+from ..target_taps import decoder_layers
+from .responses import Response
+
+# Of a decoder layer, what a draft layer has under the same name.
+_COPIED: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+_COPIED += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm")
+# Where a decoder layer has these, its residual stream is another one.
+_FOREIGN = ("pre_feedforward_layernorm", "post_feedforward_layernorm", "block_sparse_moe")
+
+
+def choose_draft_vocabulary(
+    rows: Iterable[Response], size: int, vocab_size: int, always: Iterable[int] = ()
+) -> torch.Tensor:
+    """The most frequent ids of the responses: `[size]`, ascending.
+
+    Where the responses have fewer, the lowest other ids follow: tokenizers number frequent tokens first.
+
+    Args:
+        rows: responses of the target; those that are trained on, not the held-out ones.
+        size: ids to choose.
+        vocab_size: of the target.
+        always: ids that must be among them (end of sequence).
+
+    Raises:
+        ValueError: `size` is not between 1 and `vocab_size`, or smaller than the number of ids in `always`.
+    """
+    counts = Counter(token for row in rows for token in row.response_ids)
+    chosen = dict.fromkeys(always)
+    if not max(1, len(chosen)) <= size <= vocab_size:
+        raise ValueError(
+            f"`size` is {size}, expected at least {max(1, len(chosen))} and at most the target's {vocab_size} ids."
+        )
+    ranked = sorted(counts, key=lambda token: (-counts[token], token))
+    for token in (*ranked, *range(vocab_size)):
+        if len(chosen) >= size:
+            break
+        chosen.setdefault(token)
+    return torch.tensor(sorted(chosen))
+
+
+def choose_mask_token(rows: Iterable[Response], target: Any, special_ids: Iterable[int] = ()) -> int:
+    """An id for the mask that no row uses: a special token if there is one, else the highest id.
+
+    Raises:
+        ValueError: every id of the target's vocabulary is in use.
+    """
+    used = {token for row in rows for token in (*row.prompt_ids, *row.response_ids)}
+    config = target.config.get_text_config(decoder=True)
+    for ends in (config.bos_token_id, config.pad_token_id, target.generation_config.eos_token_id):
+        used |= set(ends) if isinstance(ends, list) else {ends}
+    for token in (*sorted(special_ids), *reversed(range(config.vocab_size))):
+        if token not in used and token < config.vocab_size:
+            return token
+    raise ValueError(f"All {config.vocab_size} ids are in use: name one for the mask with `mask_token_id`.")
+
+
+def default_target_layer_ids(num_target_layers: int, num_taps: int = 5) -> list[int]:
+    """Layers evenly over the depth, from the second to the third last, as the published drafters have them."""
+    last = max(0, num_target_layers - 3)
+    first = min(1, last)
+    return sorted({round(i) for i in torch.linspace(first, last, num_taps).tolist()})
+
+
+def drafter_config(
+    target: Any, *, num_hidden_layers: int = 5, target_layer_ids: Sequence[int] | None = None, **fields: Any
+) -> DSparkConfig:
+    """A config with the target's width, heads and rotation.
+
+    Args:
+        target: the model to draft for.
+        num_hidden_layers: draft layers.
+        target_layer_ids: the tapped layers; `None`: five, evenly over the depth.
+        fields: of `DSparkConfig`, in place of what follows from the target; `mask_token_id` is one that must be given.
+    """
+    config = target.config.get_text_config(decoder=True)
+    heads = config.num_attention_heads
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    # Layer-wise rotation (Gemma): the full layers' one.
+    rope = rope.get("full_attention", rope)
+    settings = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": num_hidden_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "hidden_act": "silu",
+        "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
+        "rope_parameters": rope or {"rope_type": "default", "rope_theta": 10000.0},
+        "max_position_embeddings": config.max_position_embeddings,
+        "target_layer_ids": list(target_layer_ids or default_target_layer_ids(config.num_hidden_layers)),
+        "num_target_layers": config.num_hidden_layers,
+        "final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
+        "logits_multiplier": getattr(config, "logit_scale", None)
+        or 1 / (getattr(config, "logits_scaling", None) or 1.0),
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": target.generation_config.eos_token_id,
+        "pad_token_id": config.pad_token_id,
+        # A folder on this machine is nobody's name.
+        "target_model_name_or_path": None if Path(config._name_or_path).is_dir() else config._name_or_path or None,
+    }
+    if fields.get("markov_head_type") == "none":
+        settings["confidence_head_with_markov"] = False
+    return DSparkConfig(**{**settings, **fields})
+
+
+def new_drafter(
+    target: Any,
+    *,
+    draft_ids: torch.Tensor | None = None,
+    init_layer_ids: Sequence[int] | None = None,
+    seed: int = 0,
+    **fields: Any,
+) -> DSparkDrafter:
+    """A drafter in float32 that is ready to be trained.
+
+    Embedding and head are the target's; with a draft vocabulary the head is the drafter's own, and starts as the
+    target's rows.
+
+    Args:
+        target: the model to draft for.
+        draft_ids: ascending ids that it proposes (see `choose_draft_vocabulary`); `None`: all.
+        init_layer_ids: for each draft layer the decoder layer of the target that it starts as; `None`: at random.
+        seed: of the random weights.
+        fields: as for `drafter_config`.
+
+    Raises:
+        ValueError: the target's layers cannot be taken over, or there are more or fewer of them than draft layers.
+    """
+    if init_layer_ids is not None:
+        fields.setdefault("num_hidden_layers", len(init_layer_ids))
+        # Qwen2 has biases and does not say so in a field of this name.
+        bias = decoder_layers(target)[0].self_attn
+        fields.setdefault("attention_bias", getattr(getattr(bias, "q_proj", None), "bias", None) is not None)
+    if draft_ids is not None:
+        fields.update(draft_vocab_size=len(draft_ids), own_lm_head=True)
+    config = drafter_config(target, **fields)
+    devices = [] if target.device.type == "cpu" else [target.device]
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        drafter = DSparkDrafter(config).float()
+    with torch.no_grad():
+        _initialise_heads(drafter, target, draft_ids)
+        if init_layer_ids is not None:
+            _copy_layers(drafter, target, init_layer_ids)
+    return drafter.to(target.device)
+
+
+def _initialise_heads(drafter: DSparkDrafter, target: Any, draft_ids: torch.Tensor | None) -> None:
+    if draft_ids is not None:
+        drafter.d2t.copy_(draft_ids - torch.arange(len(draft_ids)))
+    if drafter.lm_head is not None:
+        rows = target.get_output_embeddings().weight
+        drafter.lm_head.weight.copy_(rows if draft_ids is None else rows[draft_ids.to(rows.device)])
+    if drafter.embed_tokens is not None:
+        drafter.embed_tokens.weight.copy_(target.get_input_embeddings().weight)
+    if drafter.markov_head is not None:
+        # No bias at first: U alone is a sensible start.
+        drafter.markov_head.markov_w2.weight.zero_()
+    final_norm = getattr(target.get_decoder(), "norm", None)
+    weight, ours = getattr(final_norm, "weight", None), drafter.norm.weight
+    if drafter.config.backbone == "qwen3" and weight is not None and ours is not None and weight.shape == ours.shape:
+        ours.copy_(weight)
+
+
+def _copy_layers(drafter: DSparkDrafter, target: Any, layer_ids: Sequence[int]) -> None:
+    layers: Any = decoder_layers(target)
+    config, context_norm = drafter.config, drafter.hidden_norm.weight
+    assert context_norm is not None
+    if len(layer_ids) != config.num_hidden_layers:
+        raise ValueError(
+            f"`init_layer_ids` names {len(layer_ids)} layers of the target, but the drafter has "
+            f"{config.num_hidden_layers}: one each."
+        )
+    for layer_id in layer_ids:
+        if not 0 <= layer_id < len(layers):
+            raise ValueError(
+                f"`init_layer_ids` names layer {layer_id}, but the target has layers 0 to {len(layers) - 1}."
+            )
+    for draft_layer, layer_id in zip(drafter.layers, layer_ids, strict=True):
+        _copy_layer(draft_layer, layers[layer_id], type(target).__name__)
+    # What the context's keys were made from in the target: its normed stream. The last tap is the nearest to it.
+    width = config.target_hidden_size
+    if width == config.hidden_size:
+        drafter.fc.weight[:, -width:] += torch.eye(width)
+        norms = torch.stack([layers[layer_id].input_layernorm.weight.float() for layer_id in layer_ids])
+        context_norm.copy_(norms.mean(dim=0))
+
+
+def _copy_layer(draft_layer: nn.Module, layer: Any, name: str) -> None:
+    found = dict(layer.named_modules())
+    missing = [part for part in _COPIED if part not in found]
+    if missing or any(part in found for part in _FOREIGN) or not hasattr(draft_layer, "post_attention_layernorm"):
+        raise ValueError(
+            f"The layers of {name} are built otherwise than draft layers ({', '.join(missing) or 'more norms'}), so "
+            "that they cannot start one. Leave out `init_layer_ids`: draft layers then start at random."
+        )
+    ours: dict[str, Any] = dict(draft_layer.named_modules())
+    for part in _COPIED:
+        if ours[part].weight.shape != found[part].weight.shape:
+            raise ValueError(
+                f"{part} of {name} is {list(found[part].weight.shape)}, of the draft layer "
+                f"{list(ours[part].weight.shape)}. Leave out the sizes that differ, or `init_layer_ids`."
+            )
+        ours[part].weight.copy_(found[part].weight)
+        if getattr(ours[part], "bias", None) is not None:
+            bias = found[part].bias
+            ours[part].bias.zero_() if bias is None else ours[part].bias.copy_(bias)
+    for norm, projection in (("q_norm", "q_proj"), ("k_norm", "k_proj")):
+        _start_norm(ours[f"self_attn.{norm}"], found.get(f"self_attn.{norm}"), found[f"self_attn.{projection}"], layer)
+
+
+def _start_norm(norm: Any, found: Any, projection: Any, layer: Any) -> None:
+    """The norm of queries or keys: the layer's own, or else the size that they have without one."""
+    if found is not None and found.weight.shape == norm.weight.shape:
+        norm.weight.copy_(found.weight)
+        return
+    scaled = projection.weight.float() * layer.input_layernorm.weight.float()
+    norm.weight.fill_(float(scaled.pow(2).sum(dim=1).mean().sqrt()))

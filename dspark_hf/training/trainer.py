@@ -1,0 +1,365 @@
+"""`DSparkTrainer`: transformers' `Trainer` for drafters.
+
+What is accelerate's stays accelerate's (devices, processes, precision, accumulation, checkpoints, logs); what is ours
+is the step, the log of acceptance, batches that a restart repeats, and a clock that may end the run.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import Sampler
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from ..alignment import check_pair
+from ..modeling_dspark import DSparkDrafter
+from .arguments import DSparkTrainingArguments
+from .responses import LengthBucketSampler, Response, ResponseDataset, collate
+from .step import StepTotals, TrainingStep
+from .target_features import CachedFeatures, FeatureSource, OnlineFeatures, TargetHead
+
+# The learning rate's schedule is made for so many steps where it follows the clock.
+_CLOCK_STEPS = 10_000
+
+
+class DSparkTrainer(Trainer):
+    """Trains a drafter on responses of its target.
+
+    Args:
+        drafter: as `DSparkDrafter.from_pretrained`, or `new_drafter`, gives it; in float32. It is changed in place.
+        target: the model that it drafts for, frozen; its dtype is its own.
+        args: the settings.
+        train_rows: responses to train on.
+        eval_rows: held-out responses; of several kinds, a mapping of names to them.
+        kwargs: arguments of `transformers.Trainer` (callbacks, optimizers).
+
+    Raises:
+        AlignmentError: the drafter does not fit the target.
+        ValueError: no row has room for an anchor, or the drafter is not in float32.
+    """
+
+    def __init__(
+        self,
+        drafter: DSparkDrafter,
+        target: Any,
+        args: DSparkTrainingArguments,
+        train_rows: Sequence[Response],
+        eval_rows: Sequence[Response] | Mapping[str, Sequence[Response]] | None = None,
+        **kwargs: Any,
+    ):
+        check_pair(target, drafter).raise_if_blocked()
+        _require_float32(drafter)
+        self.drafter, self.target = drafter, target
+        self.args: DSparkTrainingArguments
+        # Of the old weights; new ones need a new one.
+        drafter.calibration = None
+        for module, is_trained in (
+            (drafter.lm_head, args.train_lm_head),
+            (drafter.embed_tokens, args.train_embed_tokens),
+        ):
+            if module is not None:
+                module.requires_grad_(is_trained)
+        if drafter.confidence_head is not None and args.confidence_weight == 0:
+            # Left without a gradient, it would keep processes waiting for one.
+            drafter.confidence_head.requires_grad_(False)
+        train_dataset = _dataset(train_rows, args)
+        if not len(train_dataset):
+            raise ValueError(
+                f"None of the {len(train_rows)} rows has two response tokens within `max_length` ({args.max_length}): "
+                "there is nothing to draft. Raise `max_length`, or give longer responses."
+            )
+        datasets: Any = None
+        if isinstance(eval_rows, Mapping):
+            datasets, first = {}, len(train_dataset)
+            for name, rows in eval_rows.items():
+                dataset = _dataset(rows, args, first)
+                first += len(dataset)
+                if len(dataset):
+                    datasets[name] = dataset
+        elif eval_rows is not None:
+            datasets = _dataset(eval_rows, args, len(train_dataset))
+        super().__init__(
+            model=TrainingStep(drafter, target, args.objective),
+            args=args,
+            data_collator=collate,
+            train_dataset=train_dataset,
+            eval_dataset=datasets,
+            **kwargs,
+        )
+        self.model_accepts_loss_kwargs = True
+        self._online = OnlineFeatures(target, drafter.config.target_layer_ids)
+        self.features: FeatureSource = self._online
+        if args.feature_cache is not None:
+            kept = [self.train_dataset, *(datasets.values() if isinstance(datasets, dict) else [datasets])]
+            head = TargetHead(target, args.temperature)
+            folder = None if args.feature_cache == "memory" else Path(args.feature_cache)
+            self.features = CachedFeatures(self._online, head, [d for d in kept if d], folder)
+        self._train_totals: _Totals | None = None
+        self._eval_totals: _Totals | None = None
+        self._clock = _Clock(args.max_seconds)
+        if args.max_seconds is not None:
+            self.add_callback(_ClockCallback(self._clock))
+
+    # Batches
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
+        args: Any = self.args
+        size = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
+        return LengthBucketSampler(self.train_dataset, size, _seed(args))  # type: ignore[arg-type]
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor:
+        """The summed weights of all supervised positions of an optimizer step, on all processes.
+
+        transformers counts labels here, which our batches do not have.
+        """
+        config = self.drafter.config
+        weights = self.args.objective.by_position(config.num_draft_tokens)
+        summed = torch.cat((weights.new_zeros(1), weights.cumsum(0)))
+        total = torch.zeros((), device=device)
+        for batch in batch_samples:
+            anchors, lengths = batch["anchors"], batch["lengths"]
+            counts = (lengths[:, None] - 1 - anchors).clamp(0, config.num_draft_tokens)
+            counts = counts.masked_fill(anchors < 0, 0)
+            total = total + summed.to(counts.device)[counts].sum().to(device)
+        if self.args.average_tokens_across_devices and self.args.world_size > 1:
+            total = self.accelerator.gather(total).sum()
+        return total
+
+    # The step
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        totals: StepTotals = model(inputs, self.features(inputs))
+        divisor = totals.weight if num_items_in_batch is None else num_items_in_batch
+        loss = totals.loss / divisor
+        if model.training and num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            # The gradients of the processes are averaged, the divisor is that of all of them.
+            loss = loss * self.accelerator.num_processes
+        kept = self._train_totals if model.training else self._eval_totals
+        kept = _Totals.of(totals) if kept is None else kept.plus(totals)
+        if model.training:
+            self._train_totals = kept
+        else:
+            self._eval_totals = kept
+        return (loss, totals) if return_outputs else loss
+
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[torch.Tensor | None, None, None]:
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        return loss.detach(), None, None
+
+    # The log
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs and self._train_totals is not None:
+            totals, self._train_totals = self._train_totals.gathered(self.accelerator), None
+            logs = {**logs, **totals.metrics(with_hits=False)}
+        super().log(logs, start_time)
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        self._eval_totals = None
+        output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)  # type: ignore[misc]
+        if self._eval_totals is not None:
+            totals = self._eval_totals.gathered(self.accelerator)
+            metrics: Any = output.metrics
+            metrics.update({f"{metric_key_prefix}_{name}": value for name, value in totals.metrics().items()})
+            metrics[f"{metric_key_prefix}_loss"] = totals.mean_loss
+            if self.args.eval_prompts > 0:
+                metrics[f"{metric_key_prefix}_generate_tau"] = self._generate_tau(dataloader.dataset)
+        return output
+
+    @torch.no_grad()
+    def _generate_tau(self, dataset: ResponseDataset) -> float:
+        """τ of the decoding loop itself, greedily and with full drafts. Each process decodes the same prompts."""
+        self.drafter.eval()
+        with self.drafter.trace() as trace:
+            for row in dataset.rows[: self.args.eval_prompts]:
+                input_ids = torch.tensor([row.prompt_ids], device=self.target.device)
+                self.target.generate(
+                    input_ids=input_ids,
+                    attention_mask=torch.ones_like(input_ids),
+                    assistant_model=self.drafter,
+                    num_assistant_tokens_schedule="constant",
+                    assistant_confidence_threshold=0.0,
+                    max_new_tokens=self.args.eval_max_new_tokens,
+                    do_sample=False,
+                    num_beams=1,
+                )
+        return round(trace.summary().acceptance_length, 5)
+
+    # Saving: a checkpoint is a drafter that `from_pretrained` opens.
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        output_dir = str(output_dir if output_dir is not None else self.args.output_dir)
+        if state_dict is not None:
+            state_dict = {name.removeprefix("drafter."): tensor for name, tensor in state_dict.items()}
+        self.drafter.save_pretrained(output_dir, state_dict=state_dict)
+        torch.save(self.args, f"{output_dir}/training_args.bin")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        loaded = DSparkDrafter.from_pretrained(resume_from_checkpoint, dtype=torch.float32)
+        ours, found = ({n: t.shape for n, t in d.state_dict().items()} for d in (self.drafter, loaded))
+        if ours != found:
+            name = next(name for name in (*ours, *found) if ours.get(name) != found.get(name))
+            raise ValueError(
+                f"{resume_from_checkpoint} holds another drafter than the one that is trained: {name} is "
+                f"{found.get(name)} there and {ours.get(name)} here. Use another `output_dir`, or delete it."
+            )
+        self.drafter.load_state_dict(loaded.state_dict())
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(str(self.state.best_model_checkpoint))
+
+    # The clock
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        if self.args.max_seconds is None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        scheduler = super().create_scheduler(_CLOCK_STEPS, optimizer)
+        if not isinstance(scheduler, LambdaLR):
+            raise ValueError(
+                f"--lr_scheduler_type {self.args.lr_scheduler_type} goes by more than the step, so it cannot follow "
+                "the clock of --max_seconds. Choose cosine, linear or constant_with_warmup."
+            )
+        scheduler.lr_lambdas = [_ByClock(rule, self._clock) for rule in scheduler.lr_lambdas]
+        return scheduler
+
+    def close(self) -> None:
+        """Takes the hooks off the target; no step can follow."""
+        self._online.close()
+
+
+def _seed(args: DSparkTrainingArguments) -> int:
+    return args.seed if args.data_seed is None else args.data_seed
+
+
+def _dataset(rows: Sequence[Response], args: DSparkTrainingArguments, first_row_id: int = 0) -> ResponseDataset:
+    return ResponseDataset(rows, args.num_anchors, args.max_length, _seed(args), first_row_id)
+
+
+def _require_float32(drafter: DSparkDrafter) -> None:
+    found = {parameter.dtype for parameter in drafter.parameters()}
+    if found != {torch.float32}:
+        raise ValueError(
+            f"The drafter is in {', '.join(sorted(str(dtype) for dtype in found))}, but small steps vanish in half "
+            "precision: load it with `dtype=torch.float32`, and set `bf16=True` for a fast pass."
+        )
+
+
+class _Totals:
+    """Sums over many steps, without gradients."""
+
+    def __init__(self, loss: torch.Tensor, weight: torch.Tensor, by_position: torch.Tensor, tau: torch.Tensor):
+        self.loss, self.weight, self.by_position, self.tau = loss, weight, by_position, tau
+
+    @classmethod
+    def of(cls, totals: StepTotals) -> "_Totals":
+        return cls(totals.loss.detach().float(), totals.weight, totals.by_position, totals.tau)
+
+    def plus(self, totals: StepTotals) -> "_Totals":
+        added = _Totals.of(totals)
+        return _Totals(
+            self.loss + added.loss,
+            self.weight + added.weight,
+            self.by_position + added.by_position,
+            self.tau + added.tau,
+        )
+
+    def gathered(self, accelerator: Any) -> "_Totals":
+        """Those of all processes."""
+        parts = (self.loss, self.weight, self.by_position, self.tau)
+        return _Totals(*(accelerator.reduce(part.clone(), reduction="sum") for part in parts))
+
+    @property
+    def mean_loss(self) -> float:
+        return float(self.loss / self.weight)
+
+    def metrics(self, with_hits: bool = True) -> dict[str, float]:
+        """Means, by name. `tau` is what sampling would accept along these texts, exactly; `greedy_tau` what taking the
+        first choice would."""
+        counts, cross_entropy, acceptance, _, error, bce = self.by_position
+        total = counts.sum().clamp(min=1)
+        named = {
+            "cross_entropy": cross_entropy.sum() / total,
+            "distance": 2 * (1 - acceptance.sum() / total),
+            "confidence_bce": bce.sum() / total,
+            "confidence_error": error.sum() / total,
+        }
+        for position, chance in enumerate(acceptance / counts.clamp(min=1), 1):
+            named[f"acceptance_{position}"] = chance
+        if self.tau[0] > 0:
+            named["tau"] = self.tau[1] / self.tau[0]
+            if with_hits:
+                named["greedy_tau"] = self.tau[2] / self.tau[0]
+        return {name: round(float(value), 5) for name, value in named.items()}
+
+
+class _Clock:
+    """Seconds of training so far, those before a restart included."""
+
+    def __init__(self, limit: float | None):
+        self.limit = limit
+        self.before, self.share, self.last_step = 0.0, 0.0, 0.0
+        self.started: float | None = None
+
+    @property
+    def elapsed(self) -> float:
+        return self.before + (0.0 if self.started is None else time.monotonic() - self.started)
+
+    def start(self, before: float) -> None:
+        self.before, self.started = before, time.monotonic()
+        self.read()
+
+    def read(self) -> float:
+        """The share of the time that is over, up to 1; it stays the same until the next reading."""
+        self.share = min(1.0, self.elapsed / self.limit) if self.limit is not None else 0.0
+        return self.share
+
+
+class _ByClock:
+    """A schedule of the learning rate that is asked for the time in place of the step. Nothing of it is saved."""
+
+    __slots__ = ("_clock", "_rule")
+
+    def __init__(self, rule: Any, clock: _Clock):
+        self._rule, self._clock = rule, clock
+
+    def __call__(self, step: int) -> float:
+        return self._rule(round(self._clock.share * _CLOCK_STEPS))
+
+
+class _ClockCallback(TrainerCallback, ExportableState):
+    """Ends the training in time. All processes go by the clock of the first, and a restart goes on with it."""
+
+    def __init__(self, clock: _Clock):
+        self._clock = clock
+
+    def state(self) -> dict:
+        return {"args": {}, "attributes": {"elapsed": self._clock.elapsed}}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        saved = state.stateful_callbacks.get(type(self).__name__, {})
+        self._clock.start(saved.get("attributes", {}).get("elapsed", 0.0))
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        before, share = self._clock.share, self._clock.read()
+        if args.world_size > 1:
+            share = self._clock.share = float(broadcast(torch.tensor(share, device=args.device)))
+        self._clock.last_step = share - before
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # The next step would end more than half of itself too late.
+        if self._clock.share + 1.5 * self._clock.last_step >= 1.0:
+            control.should_training_stop = True

@@ -1,0 +1,554 @@
+"""Training: a step's logits are those of inference, nothing leaks, the objective is the paper's, runs resume."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from kit import FAMILIES, VOCAB, assert_lossless, hooks_of, inputs, new_drafter, target
+from transformers import TrainerCallback
+
+from dspark_hf import DSparkCandidateGenerator, DSparkDrafter
+from dspark_hf.training import objective
+from dspark_hf.training.arguments import DSparkTrainingArguments
+from dspark_hf.training.blocks import draft_positions, markov_latents, run_blocks
+from dspark_hf.training.new_drafter import choose_draft_vocabulary, choose_mask_token
+from dspark_hf.training.new_drafter import new_drafter as new_drafter_for
+from dspark_hf.training.objective import ObjectiveWeights
+from dspark_hf.training.responses import Response, ResponseDataset, collate, read_responses, split_held_out
+from dspark_hf.training.run import TrainSettings, run_training
+from dspark_hf.training.step import TrainingStep
+from dspark_hf.training.target_features import CachedFeatures, OnlineFeatures, TargetHead
+from dspark_hf.training.trainer import DSparkTrainer
+
+KINDS = {
+    "vanilla": {},
+    "gated": {"markov_head_type": "gated"},
+    "rnn": {"markov_head_type": "rnn"},
+    "no markov": {"markov_head_type": "none", "enable_confidence_head": False},
+    "mask positions": {"sample_from_anchor": False},
+    "mask positions, rnn": {"sample_from_anchor": False, "markov_head_type": "rnn"},
+    "sliding from the anchor": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3},
+    "sliding from the query": {
+        "layer_types": ["sliding_attention", "sliding_attention"],
+        "sliding_window": 3,
+        "sliding_window_origin": "query",
+        "sliding_block_causal": False,
+    },
+    "context window": {"context_window": 4},
+    "reduced vocabulary": {"draft_vocab_size": 40, "own_lm_head": True},
+    "softcap": {"final_logit_softcapping": 2.0, "own_embed_tokens": True, "own_lm_head": True},
+    "gemma layers": {"backbone": "gemma4"},
+}
+
+
+def make_drafter(kind: str):
+    made = new_drafter(**KINDS[kind])
+    if made.config.has_reduced_vocabulary:
+        # Every second id.
+        made.d2t.copy_(torch.arange(40))
+    return made
+
+
+def batch_of(*rows: list[int], anchors: list[list[int]]) -> dict[str, torch.Tensor]:
+    longest, most = max(map(len, rows)), max(map(len, anchors))
+    return {
+        "row_ids": torch.arange(len(rows)),
+        "lengths": torch.tensor([len(row) for row in rows]),
+        "input_ids": torch.tensor([row + [0] * (longest - len(row)) for row in rows]),
+        "anchors": torch.tensor([row + [-1] * (most - len(row)) for row in anchors]),
+    }
+
+
+def sequence(length: int, seed: int) -> list[int]:
+    return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@torch.no_grad()
+def inference_logits(drafter, ids: list[int], anchor: int) -> torch.Tensor:
+    """`[n, Vd]` logits of the draft after `ids[:anchor + 1]`, if the tokens drawn are those of `ids`."""
+    model, seen = target(), []
+
+    class Forcing(DSparkCandidateGenerator):
+        def _choose(self, scored):
+            seen.append(scored[0])
+            token = torch.tensor([ids[anchor + len(seen)]])
+            return token, token
+
+    with Forcing(drafter, model) as generator:
+        with generator.listening(prefill=True):
+            model(torch.tensor([ids[:anchor]]), use_cache=False)
+        generator.draft([torch.tensor([ids[: anchor + 1]])], 99)
+    return torch.stack(seen)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_logits_of_a_training_step_are_those_of_inference(kind):
+    drafter = make_drafter(kind)
+    rows = [sequence(24, 1), sequence(17, 2)]
+    batch = batch_of(*rows, anchors=[[1, 7, 8, 18], [3, 12]])
+    with OnlineFeatures(target(), drafter.config.target_layer_ids) as features:
+        context = features(batch).context
+    step = TrainingStep(drafter, target(), ObjectiveWeights())
+    hidden = run_blocks(drafter, step._embed, batch["input_ids"], batch["anchors"], context)
+    positions = draft_positions(drafter.config, batch["input_ids"], batch["lengths"], batch["anchors"])
+    first = drafter.config.first_draft_slot
+    logits = drafter.base_logits(hidden[:, :, first:], drafter.lm_head or target().get_output_embeddings())
+    if drafter.markov_head is not None:
+        anchor_ids = batch["input_ids"].gather(1, batch["anchors"].clamp(min=0)).flatten()
+        latents = markov_latents(drafter, hidden.flatten(0, 1), anchor_ids, positions.previous_ids.flatten(0, 1))
+        logits = logits + drafter.markov_head.markov_w2(latents).view_as(logits)
+    for b, row in enumerate(rows):
+        for n, anchor in enumerate(batch["anchors"][b].tolist()):
+            if anchor >= 0:
+                expected = inference_logits(drafter, row, anchor)
+                torch.testing.assert_close(logits[b, n], expected, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "sliding from the anchor", "mask positions"])
+def test_a_block_sees_its_own_context_and_itself_alone(kind):
+    drafter = make_drafter(kind)
+    config, anchors = drafter.config, [[2, 6, 7], [4, 9, -1]]
+    batch = batch_of(sequence(14, 1), sequence(12, 2), anchors=anchors)
+    width = len(config.target_layer_ids) * config.target_hidden_size
+    context = torch.randn(2, 14, width, requires_grad=True)
+    embeds = torch.randn(2, 3 * config.block_size, config.hidden_size, requires_grad=True)
+    hidden = run_blocks(drafter, lambda ids: embeds, batch["input_ids"], batch["anchors"], context)
+    for b, n in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]:
+        of_context, of_embeds = torch.autograd.grad(hidden[b, n].square().sum(), (context, embeds), retain_graph=True)
+        seen = torch.zeros(2, 14, dtype=torch.bool)
+        seen[b, : anchors[b][n]] = True
+        assert torch.equal(of_context.abs().sum(-1) > 0, seen)
+        own = torch.zeros(2, 3, config.block_size, dtype=torch.bool)
+        own[b, n] = True
+        assert torch.equal(of_embeds.abs().sum(-1).view_as(own) > 0, own)
+
+
+def naive_terms(drafter, coefficients, rows: list[list[int]], anchors: list[list[int]]):
+    """The objective by its definition: whole distributions over the target's vocabulary, one position at a time."""
+    model, config = target(), drafter.config
+    loss, weight, acceptances = torch.zeros(()), 0.0, []
+    ids_of_rows = drafter.to_target_ids(torch.arange(config.draft_vocab_size))
+    with OnlineFeatures(model, config.target_layer_ids) as features:
+        step = TrainingStep(drafter, model, coefficients)
+        for row, of_row in zip(rows, anchors, strict=True):
+            ids = torch.tensor([row])
+            target_probs = (model(ids).logits[0] / coefficients.temperature).softmax(-1).detach()
+            context = features(batch_of(row, anchors=[[0]])).context
+            for anchor in of_row:
+                at = torch.tensor([[anchor]])
+                hidden = run_blocks(drafter, step._embed, ids, at, context)[0, 0]
+                states = hidden[config.first_draft_slot :]
+                state = None if drafter.markov_head is None else drafter.markov_head.initial_state(1)
+                for k in range(min(config.num_draft_tokens, len(row) - 1 - anchor)):
+                    previous = ids[0, anchor + k : anchor + k + 1]
+                    logits = drafter.base_logits(states[k : k + 1], drafter.lm_head or model.get_output_embeddings())
+                    if drafter.markov_head is not None:
+                        bias, state = drafter.markov_head(previous, states[k : k + 1], state)
+                        logits = logits + bias
+                    probs = torch.zeros(VOCAB).index_put(
+                        (ids_of_rows,), (logits[0] / coefficients.temperature).softmax(-1)
+                    )
+                    distance = (probs - target_probs[anchor + k]).abs().sum()
+                    label = row[anchor + k + 1]
+                    cross_entropy = -probs[label].log() if label in ids_of_rows.tolist() else torch.zeros(())
+                    w = 2.718281828 ** (-k / coefficients.decay)
+                    term = coefficients.cross_entropy * cross_entropy + coefficients.distance * distance
+                    survives = 1 - 0.5 * distance.detach()
+                    if drafter.confidence_head is not None:
+                        confidence = drafter.confidence(states[k : k + 1], previous)[0]
+                        bce = -(survives * confidence.log() + (1 - survives) * (1 - confidence).log())
+                        term = term + coefficients.confidence * bce
+                    loss, weight = loss + w * term, weight + w
+                    acceptances.append(float(survives))
+    return loss, weight, acceptances
+
+
+@pytest.mark.parametrize(("cached", "temperature"), [(False, 1.0), (True, 1.0), (True, 0.5)])
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "no markov", "reduced vocabulary", "softcap"])
+def test_loss_and_gradients_are_those_of_the_definition(kind, cached, temperature, monkeypatch):
+    monkeypatch.setattr(objective, "_CHUNK_LOGITS", 5 * VOCAB)
+    drafter, coefficients = make_drafter(kind), ObjectiveWeights(0.3, 0.7, 0.5, 3.0, temperature)
+    rows, anchors = [sequence(15, 1), sequence(12, 2)], [[2, 6, 11], [3, 8]]
+    expected, weight, acceptances = naive_terms(drafter, coefficients, rows, anchors)
+    expected.backward()
+    gradients = {name: p.grad for name, p in drafter.named_parameters()}
+    drafter.zero_grad(set_to_none=True)
+    batch = batch_of(*rows, anchors=anchors)
+    with OnlineFeatures(target(), drafter.config.target_layer_ids) as online:
+        features = online
+        if cached:
+            dataset = ResponseDataset([Response(row[:2], row[2:], "x", 1) for row in rows], 9, 99)
+            features = CachedFeatures(online, TargetHead(target(), temperature), [dataset])
+            features._context, features._final = features._context.float(), features._final.float()
+        totals = TrainingStep(drafter, target(), coefficients)(batch, features(batch))
+    totals.loss.backward()
+    torch.testing.assert_close(totals.loss, expected, rtol=1e-4, atol=1e-4)
+    assert float(totals.weight) == pytest.approx(weight, rel=1e-5)
+    assert float(totals.by_position[0].sum()) == len(acceptances)
+    assert float(totals.by_position[2].sum()) == pytest.approx(sum(acceptances), rel=1e-4)
+    for name, parameter in drafter.named_parameters():
+        if gradients[name] is None:
+            assert parameter.grad is None or not parameter.grad.any(), name
+        else:
+            torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_the_targets_logits_come_out_of_its_final_states(family):
+    model, ids = target(family), torch.tensor([sequence(12, 3), sequence(12, 4)])
+    with OnlineFeatures(model, [-1, 0, 2]) as online:
+        features = online({"input_ids": ids})
+    output = model(ids, output_hidden_states=True)
+    head = TargetHead(model)
+    torch.testing.assert_close(head.logits(features.final), output.logits, atol=1e-4, rtol=0)
+    some = torch.tensor([3, 50, 96])
+    torch.testing.assert_close(head.logits(features.final, some), output.logits[..., some], atol=1e-4, rtol=0)
+    context = torch.cat([output.hidden_states[i + 1] for i in (-1, 0, 2)], dim=-1)
+    torch.testing.assert_close(features.context, context, atol=1e-4, rtol=0)
+
+
+@cache
+def responses(count: int = 24) -> tuple[Response, ...]:
+    """What the target says after random prompts."""
+    rows = []
+    for i in range(count):
+        prompt = sequence(4 + i % 3, 100 + i)
+        said = target().generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt)),
+            max_new_tokens=10 + i % 4,
+            do_sample=False,
+        )
+        rows.append(Response(prompt, said[0, len(prompt) :].tolist(), "x", i))
+    return tuple(rows)
+
+
+def arguments(folder: Path, **settings) -> DSparkTrainingArguments:
+    given = {
+        "max_steps": 8,
+        "per_device_train_batch_size": 4,
+        "num_anchors": 4,
+        "learning_rate": 3e-3,
+        "use_cpu": True,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        **settings,
+    }
+    return DSparkTrainingArguments(output_dir=str(folder), **given)
+
+
+def train(folder: Path, drafter=None, resume: bool = False, callbacks=(), eval_rows=None, **settings) -> DSparkTrainer:
+    made = drafter or new_drafter()
+    trainer = DSparkTrainer(
+        made, target(), arguments(folder, **settings), responses(), eval_rows, callbacks=list(callbacks)
+    )
+    try:
+        trainer.train(resume_from_checkpoint=resume or None)
+    finally:
+        trainer.close()
+    return trainer
+
+
+def test_a_short_run_learns_and_what_it_saves_drafts(tmp_path):
+    settings = {"eval_strategy": "epoch", "eval_prompts": 2, "eval_max_new_tokens": 9}
+    trainer = train(tmp_path, max_steps=40, eval_rows=responses()[:4], **settings)
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert history[-1]["loss"] < 0.9 * history[0]["loss"]
+    assert history[-1]["tau"] > history[0]["tau"]
+    evaluations = [entry for entry in trainer.state.log_history if "eval_tau" in entry]
+    assert evaluations[-1]["eval_tau"] > evaluations[0]["eval_tau"]
+    # The decoding loop itself, on the first two prompts.
+    with trainer.drafter.trace() as trace:
+        for row in responses()[:2]:
+            settings = {"assistant_model": trainer.drafter, "max_new_tokens": 9, "do_sample": False}
+            target().generate(**inputs(row.prompt_ids), **settings)
+    assert evaluations[-1]["eval_generate_tau"] == pytest.approx(trace.summary().acceptance_length, abs=1e-4)
+    trainer.save_model()
+    loaded = DSparkDrafter.from_pretrained(tmp_path)
+    for name, tensor in trainer.drafter.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+    loaded.generation_config.num_assistant_tokens_schedule = "constant"
+    assert_lossless(target(), loaded)
+
+
+class Kill(TrainerCallback):
+    """The power goes out right after a step."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("killed_after", [3, 6, 7])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_killed_run_goes_on_as_if_nothing_had_been(killed_after, accumulation, tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": accumulation}
+    whole = train(tmp_path / "whole", **settings)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "killed", callbacks=[Kill(killed_after)], **settings)
+    torch.manual_seed(99)
+    # Another drafter, so that every weight must come from the checkpoint.
+    other = new_drafter()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(1.0)
+    resumed = train(tmp_path / "killed", other, resume=True, **settings)
+    assert resumed.state.global_step == 8
+    for name, tensor in whole.drafter.state_dict().items():
+        assert torch.equal(resumed.drafter.state_dict()[name], tensor), name
+    losses = [[e["loss"] for e in t.state.log_history if "loss" in e] for t in (whole, resumed)]
+    assert losses[0] == losses[1]
+
+
+def test_accumulated_steps_equal_large_ones(tmp_path):
+    large = train(tmp_path / "large", max_steps=3, per_device_train_batch_size=8)
+    small = train(tmp_path / "small", max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=4)
+    for name, tensor in large.drafter.state_dict().items():
+        torch.testing.assert_close(small.drafter.state_dict()[name], tensor, atol=2e-4, rtol=0, msg=name)
+    losses = [[e["loss"] for e in t.state.log_history if "loss" in e] for t in (large, small)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_steps_of_one(tmp_path):
+    results = []
+    for processes, batch_size in [(1, 8), (2, 4)]:
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        worker = [str(Path(__file__).parent / "train_worker.py"), str(folder), str(batch_size)]
+        # What `accelerate launch` runs where there are several processes; by itself it starts one on a CPU.
+        launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+        subprocess.run([*launcher, *worker], check=True, capture_output=True, env=environment, timeout=300)
+        results.append(json.loads((folder / "result.json").read_text()))
+    one, two = results
+    for name in ("loss", "cross_entropy", "distance", "acceptance_1", "tau"):
+        expected = [entry[name] for entry in one["history"]]
+        assert [entry[name] for entry in two["history"]] == pytest.approx(expected, rel=1e-3), name
+    for name, weights in one["weights"].items():
+        torch.testing.assert_close(
+            torch.tensor(two["weights"][name]), torch.tensor(weights), atol=1e-3, rtol=0, msg=name
+        )
+
+
+def test_the_clock_ends_a_run_and_leads_the_learning_rate(tmp_path):
+    trainer = train(tmp_path, max_steps=-1, max_seconds=1.5)
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert trainer.state.global_step > 3
+    assert max(rates) > 2e-3
+    assert rates[-1] < 0.1 * max(rates)
+
+
+def test_a_cache_of_features_changes_nothing_but_rounding(tmp_path):
+    plain = train(tmp_path / "a", max_steps=12)
+    kept = train(tmp_path / "b", max_steps=12, feature_cache=str(tmp_path / "features"))
+    again = train(tmp_path / "c", max_steps=12, feature_cache=str(tmp_path / "features"))
+    losses = [[e["loss"] for e in t.state.log_history if "loss" in e] for t in (plain, kept, again)]
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2)
+    assert losses[2] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"target_layer_ids": [0, 1]}, "`target_layer_ids` is"),
+        ({"max_length": 8}, "`rows` is"),
+    ],
+)
+def test_a_cache_of_something_else_is_refused(change, message, tmp_path):
+    train(tmp_path / "a", max_steps=1, feature_cache=str(tmp_path / "features"))
+    layers = {name: change.pop(name) for name in ["target_layer_ids"] if name in change}
+    with pytest.raises(ValueError, match=message):
+        train(tmp_path / "b", new_drafter(**layers), feature_cache=str(tmp_path / "features"), **change)
+
+
+def test_anchors_stand_in_the_response_with_a_token_behind():
+    rows = [Response([1, 2, 3], [4, 5, 6, 7], "x", 1), Response([1], [2], "x", 2), Response([1, 2], [3, 4], "x", 3)]
+    dataset = ResponseDataset(rows, num_anchors=9, max_length=99)
+    assert dataset.num_dropped == 1
+    batch = collate([dataset[0], dataset[1]])
+    assert batch["anchors"].tolist() == [[3, 4, 5], [2, -1, -1]]
+    cut = ResponseDataset(rows, num_anchors=9, max_length=5)
+    assert cut[0]["anchors"].tolist() == [3]
+    drawn = set()
+    few = ResponseDataset(rows, num_anchors=2, max_length=99)
+    for epoch in range(20):
+        few.set_epoch(epoch)
+        assert few[0]["anchors"].tolist() == few[0]["anchors"].tolist()
+        drawn.add(tuple(few[0]["anchors"].tolist()))
+    assert drawn == {(3, 4), (3, 5), (4, 5)}
+
+
+def test_the_most_frequent_ids_are_drafted():
+    rows = [Response([1], [7, 7, 7, 9, 9, 30, 5], "x", 1)]
+    assert choose_draft_vocabulary(rows, 4, VOCAB, always=[2]).tolist() == [2, 5, 7, 9]
+    assert choose_draft_vocabulary(rows, 7, VOCAB).tolist() == [0, 1, 2, 5, 7, 9, 30]
+    with pytest.raises(ValueError, match="`size` is 98, expected at least 1 and at most the target's 97 ids"):
+        choose_draft_vocabulary(rows, 98, VOCAB)
+
+
+def test_the_mask_is_an_id_that_no_text_has():
+    rows = [Response([1, 96], [7, 95], "x", 1)]
+    assert choose_mask_token(rows, target()) == 94
+    assert choose_mask_token(rows, target(), special_ids=[96, 12, 40]) == 12
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@torch.no_grad()
+def test_draft_layers_start_as_layers_of_the_target(family):
+    model = target(family)
+    drafter = new_drafter_for(model, init_layer_ids=[1, 3], mask_token_id=96, markov_rank=4, block_size=4)
+    layers = model.get_decoder().layers
+    for ours, theirs in zip(drafter.layers, [layers[1], layers[3]], strict=True):
+        assert torch.equal(ours.mlp.down_proj.weight, theirs.mlp.down_proj.weight)
+        assert torch.equal(ours.self_attn.k_proj.weight, theirs.self_attn.k_proj.weight)
+        # Queries keep about the size that they have in the target.
+        states = torch.randn(1, 2000, 32)
+        theirs_size = theirs.self_attn.q_proj(theirs.input_layernorm(states)).square().mean().sqrt()
+        queries = ours.self_attn.q_proj(ours.input_layernorm(states)).view(1, 2000, 4, 8)
+        ours_size = ours.self_attn.q_norm(queries).square().mean().sqrt()
+        if family != "qwen3":
+            assert float(ours_size / theirs_size) == pytest.approx(1.0, abs=0.1)
+    assert float(drafter.markov_head.markov_w2.weight.abs().max()) == 0
+
+
+def test_a_new_drafter_with_a_draft_vocabulary_has_the_targets_rows(tmp_path):
+    ids = torch.tensor([3, 4, 50, 96])
+    drafter = new_drafter_for(target(), draft_ids=ids, num_hidden_layers=1, mask_token_id=96, block_size=4)
+    assert torch.equal(drafter.lm_head.weight, target().lm_head.weight[ids])
+    assert torch.equal(drafter.to_target_ids(torch.arange(4)), ids)
+    drafter.save_pretrained(tmp_path)
+    assert torch.equal(DSparkDrafter.from_pretrained(tmp_path).d2t, drafter.d2t)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("gemma3", {"init_layer_ids": [0]}, "are built otherwise than draft layers"),
+        ("llama", {"init_layer_ids": [4]}, "names layer 4, but the target has layers 0 to 3"),
+        (
+            "llama",
+            {"init_layer_ids": [1], "num_hidden_layers": 2},
+            "names 1 layers of the target, but the drafter has 2",
+        ),
+        ("llama", {"init_layer_ids": [1], "intermediate_size": 16}, "Leave out the sizes that differ"),
+    ],
+)
+def test_layers_that_cannot_be_taken_over_are_refused(family, settings, message):
+    with pytest.raises(ValueError, match=message):
+        new_drafter_for(target(family), mask_token_id=96, **settings)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2 is no JSON"),
+        ("[1]", "line 2 holds list, expected a JSON object"),
+        ('{"prompt_ids": [1]}', "line 2: `response_ids` is missing, expected a list of token ids"),
+        ('{"prompt_ids": [], "response_ids": [1]}', r"line 2: `prompt_ids` is \[\], expected"),
+        ('{"prompt_ids": [1], "response_ids": "text"}', "line 2: `response_ids` is 'text', expected"),
+        ('{"prompt_ids": [1], "response_ids": [97]}', "`response_ids` holds 97, but the target has 97 ids"),
+        ('{"prompt_ids": [1], "response_ids": [9], "index": "a"}', "`index` is 'a', expected an integer"),
+    ],
+)
+def test_a_bad_row_is_named_by_its_line(line, message, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt_ids": [1], "response_ids": [2, 3]}\n' + line + "\n")
+    with pytest.raises(ValueError, match=message):
+        read_responses(path, VOCAB)
+
+
+def test_rows_are_read_and_held_out(tmp_path):
+    path = tmp_path / "rows.jsonl.gz"
+    rows = [{"prompt_ids": [1], "response_ids": [2, 3], "dataset": "mt-bench", "index": 1}]
+    rows += [{"prompt_ids": [1], "response_ids": [2, 3], "dataset": "gsm8k", "index": i} for i in (19, 20, 21)]
+    rows += [{"prompt_ids": [1], "response_ids": [2, 3]}]
+    with gzip.open(path, "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    found = read_responses(path, VOCAB)
+    assert found[-1] == Response([1], [2, 3], "rows", 4)
+    train_rows, held_out = split_held_out(found)
+    assert [(row.dataset, row.index) for row in train_rows] == [("gsm8k", 19), ("gsm8k", 21), ("rows", 4)]
+    assert [(row.dataset, row.index) for row in held_out] == [("mt-bench", 1), ("gsm8k", 20)]
+    with pytest.raises(ValueError, match="All 5 rows are held out"):
+        split_held_out(found, every=1)
+    with pytest.raises(ValueError, match="holds no rows"):
+        (tmp_path / "empty.jsonl").touch()
+        read_responses(tmp_path / "empty.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("drafter", "settings", "message"),
+    [
+        (lambda: new_drafter().to(torch.bfloat16), {}, "The drafter is in torch.bfloat16"),
+        (new_drafter, {"max_length": 5}, "None of the 24 rows has two response tokens within `max_length`"),
+        (lambda: new_drafter(num_target_layers=9), {}, "the number of decoder layers is 4 in the target and 9"),
+        (new_drafter, {"max_seconds": 9, "lr_scheduler_type": "reduce_lr_on_plateau"}, "cannot follow the clock"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(drafter, settings, message, tmp_path):
+    if "lr_scheduler_type" in settings:
+        settings = {**settings, "eval_strategy": "epoch", "metric_for_best_model": "loss"}
+    with pytest.raises(ValueError, match=message):
+        train(tmp_path, drafter(), eval_rows=responses()[:4], **settings)
+
+
+def test_a_checkpoint_of_another_drafter_is_refused(tmp_path):
+    train(tmp_path, save_strategy="steps", save_steps=2, max_steps=2)
+    with pytest.raises(ValueError, match="holds another drafter than the one that is trained: markov_head"):
+        train(tmp_path, new_drafter(markov_rank=8), resume=True)
+
+
+@pytest.mark.parametrize("algorithm", ["dspark", "dflash"])
+def test_the_command_from_files_to_a_drafter(algorithm, tmp_path, capsys):
+    target().save_pretrained(tmp_path / "target")
+    rows = [{"prompt_ids": r.prompt_ids, "response_ids": r.response_ids, "index": r.index} for r in responses()]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {
+        "output_dir": str(tmp_path / "drafter"),
+        "target": str(tmp_path / "target"),
+        "target_dtype": "float32",
+        "data": [str(tmp_path / "rows.jsonl")],
+        "held_out_every": 5,
+        "algorithm": algorithm,
+        "num_hidden_layers": 1,
+        "block_size": 3,
+        "markov_rank": 4 if algorithm == "dspark" else None,
+        "draft_vocab_size": 60,
+        "mask_token_id": 96,
+        "max_steps": 4,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "feature_cache": "memory",
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
+    lines = []
+    trainer = run_training(TrainSettings(**settings), report=lines.append)
+    assert lines[0].startswith("19 rows to train on")
+    assert "5 held out" in lines[0]
+    assert "GB in memory" in lines[2]
+    assert "τ greedy" in capsys.readouterr().out
+    assert hooks_of(trainer.target) == 0
+    drafter = DSparkDrafter.from_pretrained(tmp_path / "drafter")
+    assert drafter.config.draft_vocab_size == 60
+    assert drafter.config.sample_from_anchor == (algorithm == "dspark")
+    assert drafter.config.target_model_name_or_path is None
+    assert_lossless(target(), drafter, wrong_at=[None])
+    # The same folder again: there is nothing left to do.
+    again = run_training(TrainSettings(**settings), report=lines.append)
+    assert f"Going on from {tmp_path}/drafter/checkpoint-4." in lines
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(again.drafter.state_dict()[name], tensor), name

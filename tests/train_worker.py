@@ -1,0 +1,16 @@
+"""A short training run for tests that start processes: prints the loss of every step as JSON. Not a test itself."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from test_training import train
+
+torch.set_num_threads(1)
+folder, batch_size = Path(sys.argv[1]), int(sys.argv[2])
+trainer = train(folder, max_steps=4, per_device_train_batch_size=batch_size)
+if trainer.args.process_index == 0:
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    weights = {name: tensor.tolist() for name, tensor in trainer.drafter.state_dict().items()}
+    (folder / "result.json").write_text(json.dumps({"history": history, "weights": weights}))
