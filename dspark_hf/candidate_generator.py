@@ -14,7 +14,7 @@ from transformers.generation import CandidateGenerator
 from .draft_cache import DraftCache
 from .modeling_dspark import DSparkDrafter
 from .policies import resolve_draft_length
-from .processors import by_row, memoryless
+from .processors import by_row, memoryless, rank_scores_only
 from .sampling import draw, probabilities
 from .scheduling import DraftLength, Gate
 from .target_attention import Unpadded
@@ -33,8 +33,9 @@ class Draft:
     Attributes:
         token_ids: `[R, n]`, ids of the target, n the longest draft of the round, maybe 0; short rows are padded.
         lengths: draft tokens of each row; `None`: n for all.
-        scores: `[R, n, V]` float32 processed scores that the tokens were drawn from, over the target's vocabulary;
-            `None` for a draft without chance (its distribution is one-hot).
+        scores: `[R, n, C]` float32 processed scores that the tokens were drawn from; `None` for a draft without chance
+            (its distribution is one-hot).
+        columns: `[C]`, the target's ids that the scores are of; nothing else could be drawn. `None`: all V in order.
         confidence: for each row the survival probability of each position that was looked at, the one that ended the
             draft included; `None` where nobody asked.
         has_overflown: a boolean scalar on the drafter's device: numbers overflowed. `None`: nothing was computed.
@@ -47,6 +48,7 @@ class Draft:
     lengths: list[int] | None = None
     has_overflown: torch.Tensor | None = None
     chain_seconds: float = 0.0
+    columns: torch.Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -56,6 +58,27 @@ class Draft:
     @property
     def row_lengths(self) -> list[int]:
         return [self.length] * self.token_ids.shape[0] if self.lengths is None else self.lengths
+
+    def probabilities(self, index: Any, vocab_size: int) -> torch.Tensor:
+        """`[..., V]` float32: what the tokens at `index` of `[R, n]` were drawn from."""
+        if self.scores is None:
+            token_ids = self.token_ids[index]
+            probs = torch.zeros((*token_ids.shape, vocab_size), device=token_ids.device)
+            return probs.scatter_(-1, token_ids.unsqueeze(-1), 1.0)
+        probs = probabilities(self.scores[index])
+        if self.columns is None:
+            return probs
+        spread = probs.new_zeros((*probs.shape[:-1], vocab_size))
+        spread[..., self.columns] = probs
+        return spread
+
+    def over_vocabulary(self, vocab_size: int) -> "Draft":
+        """This draft with scores of all V ids, -inf where nothing could be drawn."""
+        if self.scores is None or self.columns is None:
+            return self
+        scores = self.scores.new_full((*self.scores.shape[:-1], vocab_size), float("-inf"))
+        scores[..., self.columns] = self.scores
+        return replace(self, scores=scores, columns=None)
 
     def spread(self, slots: list[int], newest: torch.Tensor) -> "Draft":
         """This draft, made for the rows in `slots`, as one for all rows, whose newest tokens are `[R]`."""
@@ -128,12 +151,17 @@ class DSparkCandidateGenerator(CandidateGenerator):
         # Of a norm: quantization leaves norms alone, but not `fc`.
         norm: Any = drafter.hidden_norm.weight
         self._device, self._dtype = norm.device, norm.dtype
-        self._processors = by_row(memoryless(logits_processor or LogitsProcessorList()), num_rows)
+        shaping = memoryless(logits_processor or LogitsProcessorList())
+        self._processors = by_row(shaping, num_rows)
+        # Such processors need no column but the drafter's own, and take all rows at once.
+        self._is_compact = do_sample and rank_scores_only(shaping)
         self._context = _WaitingContext(prompt_mask, num_rows, num_cached, self._device, self._dtype)
         self._report_confidence = report_confidence and drafter.confidence_head is not None
         self._embed = embedding_of(drafter, target)
         self._lm_head = drafter.lm_head if drafter.lm_head is not None else target.get_output_embeddings()
         self._vocabulary = _DraftVocabulary(drafter, target, vocabulary_map, self._device)
+        columns = self._vocabulary.columns if self._is_compact else None
+        self._columns = None if columns is None else columns.to(target.device)
         mask_id = config.mask_token_id
         if drafter.embed_tokens is None and vocabulary_map is not None:
             mask_id = vocabulary_map.mask_to_target(mask_id)
@@ -162,6 +190,11 @@ class DSparkCandidateGenerator(CandidateGenerator):
         return self._taps.listening(sink=self._absorb_prefill if prefill else None)
 
     @property
+    def vocab_size(self) -> int:
+        """V, of the target."""
+        return self._vocabulary.target_size
+
+    @property
     def can_draft(self) -> bool:
         """Whether it still proposes anything in this call."""
         return not self._stepped_aside
@@ -185,7 +218,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             room = min(room, self.max_length - input_ids.shape[1] - 1)
         draft = self.draft([input_ids], room)
         self.check_overflow(draft)
-        return torch.cat((input_ids, draft.token_ids), dim=-1), draft.scores
+        return torch.cat((input_ids, draft.token_ids), dim=-1), draft.over_vocabulary(self.vocab_size).scores
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
         """Nothing to adapt: in transformers' loop the policy is constant."""
@@ -386,6 +419,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             lengths,
             has_overflown,
             perf_counter() - started,
+            self._columns,
         )
 
     def _score(
@@ -393,20 +427,25 @@ class DSparkCandidateGenerator(CandidateGenerator):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`[R, Vd]` logits to what the next tokens are chosen by, and its `[R]` peaks, finite where all is well.
 
-        That is float32 scores over the target's vocabulary, `[R, V]`, where there is a chance or a processor; else the
-        logits as they are.
+        That is float32 scores where there is a chance or a processor: of the ids that the drafter can propose, or
+        `[R, V]` where a processor wants to see all of the target's. Else the logits as they are.
         """
         if not self.do_sample and not self._processors:
             return logits, self._vocabulary.mask(logits).amax(dim=-1)
         # Processors hold tensors on the device of `input_ids`.
-        scores = self._vocabulary.scatter(logits.float()).to(prefixes[0].device)
-        if self._processors:
-            scores = torch.cat(
-                [
-                    self._processors[row](p, scores[i : i + 1])
-                    for i, (row, p) in enumerate(zip(rows, prefixes, strict=True))
-                ]
-            )
+        if self._is_compact:
+            scores = self._vocabulary.compact(logits.float()).to(prefixes[0].device)
+            if self._processors:
+                scores = self._processors[rows[0]](prefixes[0], scores)
+        else:
+            scores = self._vocabulary.scatter(logits.float()).to(prefixes[0].device)
+            if self._processors:
+                scores = torch.cat(
+                    [
+                        self._processors[row](p, scores[i : i + 1])
+                        for i, (row, p) in enumerate(zip(rows, prefixes, strict=True))
+                    ]
+                )
         peak = scores.amax(dim=-1)
         # A row without a proper distribution is drawn evenly, so that it is known what it was drawn from.
         return scores.masked_fill(~torch.isfinite(peak)[:, None], 0.0), peak.to(self._device)
@@ -414,9 +453,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
     def _choose(self, scored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The target's and the drafter's ids of the next tokens, `[R]` each."""
         if not self.do_sample and not self._processors:
-            token, known = self._vocabulary.ids_of(self._vocabulary.mask(scored).argmax(dim=-1))
-            return token, known
+            return self._vocabulary.ids_of(self._vocabulary.mask(scored).argmax(dim=-1))
         token = draw(probabilities(scored)) if self.do_sample else scored.argmax(dim=-1)
+        if self._is_compact:
+            return self._vocabulary.ids_of_columns(token.to(self._device))
         return token, self._vocabulary.known_to_draft(token.to(self._device))
 
     def _all_confidences(
@@ -628,26 +668,32 @@ class _DraftVocabulary:
         device: torch.device,
     ):
         self._map = None if vocabulary_map is None or vocabulary_map.is_identity else vocabulary_map.to(device)
-        self._target_size = target.config.get_text_config(decoder=True).vocab_size
+        self.target_size = target.config.get_text_config(decoder=True).vocab_size
         self._readable = drafter.config.vocab_size
         # A borrowed head has the target's rows, a resized or padded vocabulary maybe more or fewer than the drafter's.
         self.num_rows = drafter.config.draft_vocab_size
         if drafter.lm_head is None:
-            self.num_rows = min(self.num_rows, self._target_size)
+            self.num_rows = min(self.num_rows, self.target_size)
         rows = torch.arange(self.num_rows, device=device)
         draft_ids = drafter.to_target_ids(rows)
         target_ids = draft_ids if self._map is None else self._map.to_target(draft_ids)
         # A row is of use if the target has its token and the drafter can read it back as the next position's input.
-        usable = (target_ids >= 0) & (target_ids < self._target_size) & (draft_ids < self._readable)
+        usable = (target_ids >= 0) & (target_ids < self.target_size) & (draft_ids < self._readable)
         self._usable = None if bool(usable.all()) else usable
-        self._is_plain = self._usable is None and self.num_rows == self._target_size and torch.equal(target_ids, rows)
+        self._is_plain = self._usable is None and self.num_rows == self.target_size and torch.equal(target_ids, rows)
         self._draft_ids, self._target_ids = draft_ids, target_ids
+        # The target's ids that can be proposed, ascending, so that a draw does not depend on the drafter's order;
+        # `None`: all.
+        order = usable.nonzero()[:, 0]
+        order = order[target_ids[order].argsort()]
+        self._order = None if torch.equal(order, rows) else order
+        self.columns = None if self._is_plain else target_ids[order]
 
     def to_draft(self, target_ids: torch.Tensor) -> tuple[torch.Tensor, list[bool] | None]:
         """The drafter's ids of committed tokens, `[R]`, and which of them it knows; `None`: all. It reads 0 for the
         others."""
         ids = target_ids if self._map is None else self._map.to_draft(target_ids)
-        if self._map is None and self._readable >= self._target_size:
+        if self._map is None and self._readable >= self.target_size:
             return ids, None
         is_known = (ids >= 0) & (ids < self._readable)
         return ids.masked_fill(~is_known, 0), is_known.tolist()
@@ -663,15 +709,20 @@ class _DraftVocabulary:
         """Rows of the head to the target's and the drafter's ids."""
         return (rows, rows) if self._is_plain else (self._target_ids[rows], self._draft_ids[rows])
 
+    def compact(self, logits: torch.Tensor) -> torch.Tensor:
+        """`[R, Vd]` logits to those of `columns`."""
+        return logits if self._order is None else logits[:, self._order]
+
+    def ids_of_columns(self, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The target's and the drafter's ids."""
+        return self.ids_of(columns if self._order is None else self._order[columns])
+
     def scatter(self, logits: torch.Tensor) -> torch.Tensor:
         """`[R, Vd]` logits to `[R, V]` over the target's vocabulary, -inf where the drafter has no row."""
-        if self._is_plain:
+        if self.columns is None:
             return logits
-        scores = logits.new_full((logits.shape[0], self._target_size), float("-inf"))
-        if self._usable is None:
-            scores[:, self._target_ids] = logits
-        else:
-            scores[:, self._target_ids[self._usable]] = logits[:, self._usable]
+        scores = logits.new_full((logits.shape[0], self.target_size), float("-inf"))
+        scores[:, self.columns] = self.compact(logits)
         return scores
 
 

@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from .candidate_generator import Draft
 from .outputs import StepOutputs
 from .processors import are_memoryless, by_row, read_scores_only
-from .sampling import draw, is_accepted, one_hot_scores, probabilities, residual
+from .sampling import draw, is_accepted, probabilities, residual
 from .sequences import Sequences
 
 _ROW_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
@@ -199,10 +199,7 @@ class Committer:
             return draw(target).tolist(), stand
         ids = draft.token_ids[[slots[i] for i in on_draft], position]
         target_there = target if len(on_draft) == len(slots) else target[on_draft]
-        if draft.scores is None:
-            proposed = probabilities(one_hot_scores(ids, target.shape[-1]))
-        else:
-            proposed = probabilities(draft.scores[[slots[i] for i in on_draft], position])
+        proposed = draft.probabilities(([slots[i] for i in on_draft], position), target.shape[-1])
         accepted = is_accepted(target_there, proposed, ids, torch.rand_like(target_there[:, 0])).tolist()
         tokens = [0] * len(slots)
         for i, token, is_kept in zip(on_draft, ids.tolist(), accepted, strict=True):
@@ -287,8 +284,7 @@ class Committer:
             stands = (block[:, :-1] == ids) & on_draft
             return block, stands.long().cumprod(dim=-1).sum(dim=-1)
         target = probabilities(scores)
-        draft_scores = one_hot_scores(ids, scores.shape[-1]) if draft.scores is None else draft.scores
-        proposed = probabilities(draft_scores)
+        proposed = draft.probabilities((), target.shape[-1])
         uniform = torch.rand(ids.shape, device=ids.device)
         stands = is_accepted(target[:, :-1], proposed, ids, uniform) & on_draft
         num_accepted = stands.long().cumprod(dim=-1).sum(dim=-1)

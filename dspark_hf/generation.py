@@ -286,7 +286,7 @@ class _Decoding:
             for slot, row in enumerate(plan.rows)
             if row.source == "lookup" and row.num_tokens
         }
-        return _with_copies(draft, copied) if copied else draft
+        return _with_copies(draft.over_vocabulary(self.generator.vocab_size), copied) if copied else draft
 
     def verify(self, draft: Draft) -> Any:
         """One pass of the target over anchor and draft of each active row."""

@@ -7,21 +7,22 @@ import torch
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 from transformers.generation import logits_process
 
-# Processors that depend on nothing but scores: a whole block can go through them at once.
-_SCORES_ONLY = tuple(
+# Processors that do not know which token a score is of: those that nobody can propose may be left out.
+_RANK_ONLY = tuple(
     getattr(logits_process, name)
     for name in (
         "EpsilonLogitsWarper",
         "EtaLogitsWarper",
         "LogitNormalization",
         "MinPLogitsWarper",
-        "SuppressTokensLogitsProcessor",
         "TemperatureLogitsWarper",
         "TopKLogitsWarper",
         "TopPLogitsWarper",
         "TypicalLogitsWarper",
     )
 )
+# Processors that depend on nothing but scores: a whole block can go through them at once.
+_SCORES_ONLY = (*_RANK_ONLY, logits_process.SuppressTokensLogitsProcessor)
 # Processors that depend on nothing but the ids and scores of the moment, of each row by itself.
 _MEMORYLESS = _SCORES_ONLY + tuple(
     getattr(logits_process, name)
@@ -42,6 +43,10 @@ _MEMORYLESS = _SCORES_ONLY + tuple(
 
 def read_scores_only(processors: LogitsProcessorList) -> bool:
     return all(type(p) in _SCORES_ONLY for p in processors)
+
+
+def rank_scores_only(processors: LogitsProcessorList) -> bool:
+    return all(type(p) in _RANK_ONLY for p in processors)
 
 
 def are_memoryless(processors: LogitsProcessorList) -> bool:

@@ -153,6 +153,7 @@ def knowing_rows(
             token_ids[index, :length] = token_ids.new_tensor(tokens)
         if real.scores is None:
             return dataclasses.replace(real, token_ids=token_ids)
+        real = real.over_vocabulary(self.vocab_size)
         certain = torch.full_like(real.scores, float("-inf")).scatter(
             -1, token_ids[..., None].to(real.scores.device), 0
         )

@@ -284,12 +284,13 @@ class TestDraftScores:
                 draft = generator.draft(list(prompts["input_ids"].split(1)), [99, 1])
                 longest = drafter.config.num_draft_tokens
                 assert draft.row_lengths == [longest, min(1, longest)]
-                assert draft.scores.shape == (2, longest, 5)
+                assert draft.scores.shape == (2, longest, 5 if draft.columns is None else len(draft.columns))
                 assert draft.scores.dtype == torch.float32
                 for row, length in enumerate(draft.row_lengths):
                     for k in range(length):
                         probs, tokens = drawn[k]
-                        assert tokens[row] == draft.token_ids[row, k]
+                        token = tokens[row] if draft.columns is None else draft.columns[tokens[row]]
+                        assert token == draft.token_ids[row, k]
                         assert torch.equal(probs[row], probabilities(draft.scores[row, k]))
                     seen[row].add(tuple(draft.token_ids[row, :length].tolist()))
             assert all(len(drafts) > 1 for drafts in seen), "argmax, not a draw"

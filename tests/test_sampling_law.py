@@ -509,7 +509,7 @@ class TestTeeth:
         def draft(generator, prefixes, limits, gate=None):
             proposed = real_draft(generator, prefixes, limits, gate)
             if proposed.length and int(proposed.token_ids[0, -1]) == 0:
-                return Draft(proposed.token_ids[:, :-1], proposed.scores[:, :-1])
+                return Draft(proposed.token_ids[:, :-1], proposed.scores[:, :-1], columns=proposed.columns)
             return proposed
 
         monkeypatch.setattr(DSparkCandidateGenerator, "draft", draft)
@@ -545,14 +545,21 @@ class TestDraftScores:
                 drawn.clear()
                 draft = generator.draft(torch.tensor([PROMPT]), 99)
                 assert draft.length == drafter.config.num_draft_tokens
-                assert draft.scores.shape == (1, draft.length, 5)
+                assert draft.scores.shape == (1, draft.length, 5 if draft.columns is None else len(draft.columns))
                 assert draft.scores.dtype == torch.float32
-                for k, (probs, token) in enumerate(drawn):
+                for k, (probs, column) in enumerate(drawn):
+                    token = column if draft.columns is None else int(draft.columns[column])
                     assert token == draft.token_ids[0, k]
                     assert torch.equal(probs, probabilities(draft.scores[0, k]))
+                    proposed = draft.probabilities((0, k), 5)
+                    assert float(proposed[token]) == float(probs[column])
+                    assert float(proposed.sum()) == pytest.approx(1)
+                    assert proposed.tolist() == pytest.approx(
+                        probabilities(draft.over_vocabulary(5).scores[0, k]).tolist(), abs=1e-6
+                    )
                 seen.add(tuple(draft.token_ids[0].tolist()))
             assert len(seen) > 1, "argmax, not a draw"
-            support = torch.isfinite(draft.scores).any(dim=1)[0]
+            support = torch.isfinite(draft.over_vocabulary(5).scores).any(dim=1)[0]
             if kind == "reduced_vocabulary":
                 assert not bool(support[[1, 3]].any())
 
