@@ -62,6 +62,7 @@ ORDER = [
     "calibration_run",
     "profile_run",
     "data",
+    "evaluation",
     "cli",
 ]
 
