@@ -49,6 +49,8 @@ class EvaluationSettings(TargetSettings):
         super().__post_init__()
         self._check_numbers()
         self._check_files()
+        if not self.schedules:
+            raise ValueError("--schedules is empty: name at least one, auto for example")
         for name in self.schedules:
             try:
                 find_method(f"dspark-{name}")
