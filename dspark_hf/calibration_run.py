@@ -11,7 +11,7 @@ from .calibrating import FEW_BLOCKS, calibrate
 from .calibration import Calibration
 from .comparison import PairSettings, drafter_name, encode_prompt, load_pair, target_name
 from .figures import plot_reliability
-from .prompt_files import PROMPTS_FILE, read_prompts
+from .prompt_files import PROMPTS_FILE, evenly_spread, read_prompts
 
 
 @dataclass
@@ -56,9 +56,7 @@ def run_calibration(settings: CalibrationSettings) -> Calibration:
     """Runs `dspark-hf calibrate`."""
     if settings.output is not None and not settings.folder.is_dir():
         raise OSError(f"--output: {settings.output} is no folder")
-    prompts = read_prompts(Path(settings.prompts or PROMPTS_FILE))
-    if settings.num_prompts is not None and settings.num_prompts < len(prompts):
-        prompts = [prompts[i * len(prompts) // settings.num_prompts] for i in range(settings.num_prompts)]
+    prompts = evenly_spread(read_prompts(Path(settings.prompts or PROMPTS_FILE)), settings.num_prompts)
     pair = load_pair(settings)
     calibration = calibrate(
         pair.drafter,

@@ -23,6 +23,7 @@ from .comparison import PairSettings, load_pair
 from .data import DataSettings, run_data
 from .demo import DemoSettings, run_demo
 from .errors import DSparkError
+from .evaluation import EvaluationSettings, run_evaluation
 from .profile_run import ProfileSettings, run_profile
 from .training.run import TrainSettings, run_training
 
@@ -71,6 +72,11 @@ def _train(settings: TrainSettings) -> int:
     return 0
 
 
+def _eval(settings: EvaluationSettings) -> int:
+    report = run_evaluation(settings)
+    return 0 if all(difference["within_rounding"] for difference in report["differences"]) else 1
+
+
 def _check(settings: CheckSettings) -> int:
     pair = load_pair(settings)
     print(check_alignment(pair.target, pair.drafter, target_tokenizer=pair.tokenizer))
@@ -89,6 +95,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "demo": (DemoSettings, _demo),
     "bench": (BenchmarkSettings, _bench),
     "sweep": (SweepSettings, _sweep),
+    "eval": (EvaluationSettings, _eval),
     "calibrate": (CalibrationSettings, _calibrate),
     "profile": (ProfileSettings, _profile),
     "data": (DataSettings, _data),

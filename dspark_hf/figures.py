@@ -1,6 +1,7 @@
 """Figures as PNG files, drawn by matplotlib, which only this module needs (`pip install "dspark-hf[plot]"`)."""
 
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .calibration import Calibration, Reliability
@@ -15,6 +16,15 @@ def _pyplot() -> Any:
     from matplotlib import pyplot
 
     return pyplot
+
+
+def require_matplotlib() -> None:
+    """Says so before any work where a figure could not be drawn after it.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    _pyplot()
 
 
 def plot_reliability(calibration: Calibration, path: str | os.PathLike) -> None:
@@ -106,6 +116,55 @@ def plot_costs(
         panel.grid(alpha=0.3)
     panels[0][0].set_ylabel("milliseconds")
     panels[0][0].legend(fontsize=8, frameon=False)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def plot_acceptance_by_position(rates: Mapping[str, Sequence[float | None]], path: str | os.PathLike) -> None:
+    """Draws how often a draft token is accepted at each position, given that those before it were; a line per drafter.
+
+    Args:
+        rates: of each drafter, from position 1 on; `None` where no draft came so far.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    pyplot = _pyplot()
+    figure, panel = pyplot.subplots(figsize=(5.5, 3.8), layout="constrained")
+    for name, of_drafter in rates.items():
+        known = [(position, 100 * rate) for position, rate in enumerate(of_drafter, 1) if rate is not None]
+        panel.plot([p for p, _ in known], [r for _, r in known], marker="o", markersize=4, label=name)
+    panel.set_xticks(range(1, 1 + max(map(len, rates.values()))))
+    panel.set_xlabel("draft position")
+    panel.set_ylabel("accepted, of drafts accepted so far, %")
+    panel.set_ylim(0, 100)
+    panel.grid(alpha=0.3)
+    panel.legend(fontsize=8, frameon=False)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def plot_acceptance_lengths(lengths: Mapping[str, Mapping[str, float | None]], path: str | os.PathLike) -> None:
+    """Draws τ by dataset, a bar for each drafter; a line at 1, what plain decoding gives.
+
+    Args:
+        lengths: of each drafter, by dataset, the same ones; `None` without a round.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    pyplot = _pyplot()
+    datasets, width = list(next(iter(lengths.values()))), 0.8 / len(lengths)
+    figure, panel = pyplot.subplots(figsize=(2 + 1.1 * len(datasets), 3.8), layout="constrained")
+    for number, (name, of_drafter) in enumerate(lengths.items()):
+        left = [place - 0.4 + width * (number + 0.5) for place in range(len(datasets))]
+        bars = panel.bar(left, [of_drafter[dataset] or 0.0 for dataset in datasets], 0.92 * width, label=name)
+        panel.bar_label(bars, fmt="%.2f", fontsize=6, padding=1)
+    panel.axhline(1, color="0.4", linewidth=1, linestyle="--")
+    panel.set_xticks(range(len(datasets)), datasets)
+    panel.set_ylabel("tokens per round (τ)")
+    panel.margins(y=0.15)
+    panel.legend(fontsize=8, frameon=False)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 

@@ -2,13 +2,15 @@
 
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 PROMPTS_FILE = Path(__file__).parent / "prompts.jsonl"
 COPY_PROMPTS_FILE = Path(__file__).parent / "copy_heavy_prompts.jsonl"
+
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
@@ -64,3 +66,10 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
 def file_stem(path: Path) -> str:
     """What rows of a file are named after: `mine` for `mine.jsonl` and `mine.jsonl.gz`."""
     return path.name.removesuffix(".gz").rsplit(".", 1)[0]
+
+
+def evenly_spread(items: Sequence[_Item], number: int | None) -> list[_Item]:
+    """So many of the items, evenly over their order; all of them where there are no more, or for `None`."""
+    if number is None or number >= len(items):
+        return list(items)
+    return [items[i * len(items) // number] for i in range(number)]

@@ -63,6 +63,7 @@ ORDER = [
     "profile_run",
     "data",
     "training",
+    "evaluation",
     "cli",
 ]
 
