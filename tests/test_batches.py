@@ -42,7 +42,7 @@ from dspark_hf import (
 )
 from dspark_hf._compat import CACHE_NAME
 from dspark_hf.candidate_generator import Draft, DSparkCandidateGenerator
-from dspark_hf.cost_model import CostModel, place_of
+from dspark_hf.cost_model import CostModel, Prices, place_of
 from dspark_hf.policies import ConstantSchedule
 from dspark_hf.scheduling import Gate, Plan, RowPlan
 from dspark_hf.vocabulary import DraftVocabularyMap
@@ -705,7 +705,7 @@ class TestPolicies:
         """A drafter with prices that do not go by the clock: a full draft for every row costs a fifth more."""
         assistant = kit.new_drafter()
         passes, drafts = {num_rows: {0: 0.05, num_rows * BLOCK: 0.06}}, {num_rows: {1: 0.002, BLOCK: 0.003}}
-        assistant.cost_model = CostModel(place_of(target(), assistant), 40, passes, drafts)
+        assistant.cost_model = CostModel(place_of(target(), assistant), {40: Prices(passes, drafts)})
         return assistant
 
     @pytest.mark.parametrize("is_padded", [False, True], ids=["unpadded", "padded"])
