@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicLayer
 from dspark_hf import UnsupportedGenerationError, generation, target_rows
 from dspark_hf._compat import CACHE_NAME
 from dspark_hf.auto_schedule import AutoSchedule
+from dspark_hf.cost_model import CostModel, Prices, place_of
 from dspark_hf.costs import RoundCosts
 
 ROWS = [PROMPT, PROMPT[3:]]
@@ -96,8 +97,10 @@ def test_the_prices_are_those_of_the_real_passes(monkeypatch):
         lambda module, args, kwargs: seen.append((args[0] if args else kwargs["hidden_states"]).shape[:2]),
         with_kwargs=True,
     )
-    # Without confidences, of which a guesser's are low: it would draft and send nothing.
-    assistant = kit.new_drafter(block_size=8, enable_confidence_head=False)
+    assistant = kit.new_drafter(block_size=8)
+    # Prices that a busy machine does not change: drafts pay, however slow they are here.
+    passes = {num_rows: {0: 0.05, 8 * num_rows: 0.051} for num_rows in (1, 2, 3)}
+    assistant.cost_model = CostModel(place_of(model, assistant), {30: Prices(passes, {1: {1: 0.001, 8: 0.001}})})
     for call in (inputs(), batch()):
         seen.clear()
         learned.clear()
