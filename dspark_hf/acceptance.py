@@ -84,11 +84,15 @@ class DraftAcceptance:
             weight = _CHAIN_WEIGHT
         return chances
 
+    def survivals(self, row: int, num_tokens: int) -> list[float]:
+        """The chance that each draft token and all before it are accepted."""
+        return list(accumulate(self.chances(row, num_tokens), mul))
+
     def gains(self, row: int, num_tokens: int) -> list[float]:
         """Expected accepted tokens of drafts of 0, 1, ... `num_tokens` tokens."""
-        return list(accumulate(accumulate(self.chances(row, num_tokens), mul), initial=0.0))
+        return list(accumulate(self.survivals(row, num_tokens), initial=0.0))
 
-    def observe(self, outcomes: "Iterable[DraftOutcome]") -> None:
+    def observe(self, outcomes: Iterable[DraftOutcome]) -> None:
         """Learns from a round, of each row that the drafter ran for."""
         self._all.fade(_FADE)
         for outcome in outcomes:

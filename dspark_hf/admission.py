@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from itertools import accumulate, zip_longest
 from math import isfinite
 
-from .scheduling import Gate
+from .scheduling import Gate, RowOutcome
 from .trust import Trust
 
 
@@ -158,12 +158,12 @@ class ConfidenceGate(Gate):
             survivals: of every row at this position; `None` where its draft is over.
         """
 
-    def learn(self, accepted: Sequence[int], proposed: Sequence[int]) -> None:
-        """Tells the trust which of the tokens that were verified stood; arguments for every row."""
+    def learn(self, outcomes: Sequence[RowOutcome]) -> None:
+        """Tells the trust which of the tokens that were verified stood, of every row of the plan."""
         if self._trust is not None:
-            for confidences, hits, tries in zip(self._confidences, accepted, proposed, strict=True):
-                for position, confidence in enumerate(confidences[: min(tries, 1 + hits)]):
-                    self._trust.observe(confidence, position < hits)
+            for confidences, outcome in zip(self._confidences, outcomes, strict=True):
+                for position, confidence in enumerate(confidences[: min(outcome.proposed, 1 + outcome.accepted)]):
+                    self._trust.observe(confidence, position < outcome.accepted)
 
     def refused_chance(self, slot: int) -> float | None:
         """The chance of the token before which the gate ended the draft of a row, if it did."""

@@ -3,9 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from math import exp
-from operator import mul
 from typing import Literal
 
 from .acceptance import DRAFTER, LOOKUP, DraftAcceptance, DraftOutcome, LookupAcceptance
@@ -92,58 +90,63 @@ class AutoSchedule(Schedule):
         if not best.uses_drafter and self._rounds_since_draft >= self._pause and max(map(len, drafts)) > 1:
             probe = self._probe(lookups, drafts, best.advantage)
             if probe is not None:
-                return self._gated(probe, rows, "probing", best.advantage)
+                return self._gated(probe, rows, drafts, "probing", best.advantage)
         if best.size == 0:
             return Plan(best.rows, "aside")
         reason = "best" if self._costs.is_measured(len(rows), best.size) else "exploring"
-        return self._gated(best, rows, reason, best.advantage)
+        return self._gated(best, rows, drafts, reason, best.advantage)
 
-    def _gated(self, choice: "_Choice", rows: Sequence[RowState], reason: str, advantage: float) -> Plan:
+    def _gated(
+        self, choice: "_Choice", rows: Sequence[RowState], gains: list[list[float]], reason: str, advantage: float
+    ) -> Plan:
         """The plan of a choice; with a gate where it pays to read confidences.
 
-        `advantage`: over plain decoding, of what the time would be used for otherwise.
+        Args:
+            gains: of the drafter's tokens, for each row.
+            advantage: over plain decoding, of what the time would be used for otherwise.
         """
         num_rows = len(rows)
-        if not choice.uses_drafter:
+        if not choice.uses_drafter or not self._can_end_drafts(num_rows):
             return Plan(choice.rows, reason)
         most = self._settings.num_assistant_tokens
         plans = [
             row_plan(DRAFTER, min(most, row.room)) if plan.source == DRAFTER else plan
             for plan, row in zip(choice.rows, rows, strict=True)
         ]
-        copied = sum(plan.num_tokens for plan in plans if plan.source == LOOKUP)
         seconds = self._costs.pass_seconds(num_rows, sum(plan.num_tokens for plan in plans))
         if not self._reads_confidence(num_rows, seconds):
             return Plan(choice.rows, reason)
+        copied = sum(plan.num_tokens for plan in plans if plan.source == LOOKUP)
         usual = [
             self._drafts.chances(row.row, plan.num_tokens) if plan.source == DRAFTER else []
             for plan, row in zip(plans, rows, strict=True)
         ]
-        drafts = [plan.num_tokens for plan in choice.rows if plan.source == DRAFTER]
-        slope = self._costs.draft_seconds(len(drafts))[1]
+        planned = {slot: plan.num_tokens for slot, plan in enumerate(choice.rows) if plan.source == DRAFTER}
+        slope = self._costs.draft_seconds(len(planned))[1]
         rate = advantage * num_rows / seconds[0]
         gate = ForesightGate(usual, self._values, seconds, slope, rate, copied, self._table.trust)
-        gained = sum(
-            value * sum(accumulate(chances[: planned.num_tokens], mul))
-            for value, chances, planned in zip(self._values, usual, choice.rows, strict=True)
-        )
-        self._planned_net = gained - gate.price(sum(drafts), max(drafts))
+        gained = sum(_at(gains[slot], num_tokens) for slot, num_tokens in planned.items())
+        self._planned_net = gained - gate.price(sum(planned.values()), max(planned.values()))
         return Plan(plans, reason, gate)
 
+    def _can_end_drafts(self, num_rows: int) -> bool:
+        """Whether a draft may end by its confidences. Rows that are padded to the longest one have one length for all,
+        which is in the plan."""
+        return self._settings.has_confidence and not (self._pads_rows and num_rows > 1)
+
     def _reads_confidence(self, num_rows: int, seconds: list[float]) -> bool:
-        """Whether drafts end by their confidences where the pass has these prices. Rows that are padded to the longest
-        draft have one length for all, which is in the plan."""
-        can_end = self._settings.has_confidence and not (self._pads_rows and num_rows > 1)
-        return can_end and seconds[-1] >= (1 + self.RISE) * seconds[0]
+        """Whether drafts do where the pass has these prices."""
+        return self._can_end_drafts(num_rows) and seconds[-1] >= (1 + self.RISE) * seconds[0]
 
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: float, draft_seconds: float | None) -> None:
+        gate = plan.gate if isinstance(plan.gate, ForesightGate) else None
+        if gate is not None:
+            self._learn_confidences(gate, outcomes)
         drafted = [
-            DraftOutcome(outcome.row, row.num_tokens, outcome.accepted)
-            for row, outcome in zip(plan.rows, outcomes, strict=True)
+            _draft_outcome(row.num_tokens, outcome, None if gate is None else gate.refused_chance(slot))
+            for slot, (row, outcome) in enumerate(zip(plan.rows, outcomes, strict=True))
             if row.source == DRAFTER
         ]
-        if isinstance(plan.gate, ForesightGate):
-            drafted = self._learn_confidences(plan.gate, plan, outcomes)
         observe_costs(self._costs, plan, outcomes, seconds, draft_seconds, self._pads_rows)
         self._table.count_ends(
             sum(outcome.has_ended for outcome in outcomes), sum(1 + outcome.accepted for outcome in outcomes)
@@ -164,24 +167,16 @@ class AutoSchedule(Schedule):
             pays = tokens >= self._break_even
             self._share = self.MAX_SHARE if pays else max(self._share / 2, self.MIN_SHARE)
 
-    def _learn_confidences(
-        self, gate: ForesightGate, plan: Plan, outcomes: Sequence[RowOutcome]
-    ) -> "list[DraftOutcome]":
-        """Learns from a round whose drafts went as far as their confidences promised; what became of each draft."""
-        gate.learn([outcome.accepted for outcome in outcomes], [outcome.proposed for outcome in outcomes])
+    def _learn_confidences(self, gate: ForesightGate, outcomes: Sequence[RowOutcome]) -> None:
+        """Learns from a round whose drafts went as far as their confidences promised: whether they are to be trusted,
+        and what it brought to read them."""
+        gate.learn(outcomes)
         survivals = [values[: outcome.proposed] for values, outcome in zip(gate.survivals, outcomes, strict=True)]
-        drafts = [slot for slot, row in enumerate(plan.rows) if row.source == DRAFTER]
+        num_drafts = sum(outcome.source == DRAFTER for outcome in outcomes)
         gained = sum(value * sum(of_row) for value, of_row in zip(self._values, survivals, strict=True))
         net = gained - gate.price(sum(map(len, survivals)), max(map(len, survivals)))
         self._num_gated += 1
-        self._lift += max(1 / (3 + self._num_gated), 0.03) * ((net - self._planned_net) / len(drafts) - self._lift)
-        drafted = []
-        for slot in drafts:
-            planned, outcome, refused = plan.rows[slot].num_tokens, outcomes[slot], gate.refused_chance(slot)
-            if refused is not None:
-                planned = outcome.proposed
-            drafted.append(DraftOutcome(outcome.row, planned, outcome.accepted, refused))
-        return drafted
+        self._lift += max(1 / (3 + self._num_gated), 0.03) * ((net - self._planned_net) / num_drafts - self._lift)
 
     def mismatch(self) -> str | None:
         """A drafter that guesses is soon set aside, so the tries of earlier calls count where this one has few."""
@@ -369,6 +364,12 @@ class _Choice:
     @property
     def uses_drafter(self) -> bool:
         return any(row.source == DRAFTER for row in self.rows)
+
+
+def _draft_outcome(planned: int, outcome: RowOutcome, refused_chance: float | None) -> DraftOutcome:
+    """What became of a draft; one that its gate ended was planned only so far."""
+    length = planned if refused_chance is None else outcome.proposed
+    return DraftOutcome(outcome.row, length, outcome.accepted, refused_chance)
 
 
 def _times(value: float, gains: list[float]) -> list[float]:

@@ -15,7 +15,7 @@ from .draft_cache import DraftCache
 from .modeling_dspark import DSparkDrafter
 from .policies import resolve_draft_length
 from .processors import by_row, memoryless, rank_scores_only
-from .sampling import draw, probabilities
+from .sampling import draw, one_hot, probabilities, spread_columns
 from .scheduling import DraftLength, Gate
 from .target_attention import Unpadded
 from .target_taps import TargetTaps
@@ -62,22 +62,14 @@ class Draft:
     def probabilities(self, index: Any, vocab_size: int) -> torch.Tensor:
         """`[..., V]` float32: what the tokens at `index` of `[R, n]` were drawn from."""
         if self.scores is None:
-            token_ids = self.token_ids[index]
-            probs = torch.zeros((*token_ids.shape, vocab_size), device=token_ids.device)
-            return probs.scatter_(-1, token_ids.unsqueeze(-1), 1.0)
-        probs = probabilities(self.scores[index])
-        if self.columns is None:
-            return probs
-        spread = probs.new_zeros((*probs.shape[:-1], vocab_size))
-        spread[..., self.columns] = probs
-        return spread
+            return one_hot(self.token_ids[index], vocab_size)
+        return spread_columns(probabilities(self.scores[index]), self.columns, vocab_size, fill=0.0)
 
     def over_vocabulary(self, vocab_size: int) -> "Draft":
         """This draft with scores of all V ids, -inf where nothing could be drawn."""
         if self.scores is None or self.columns is None:
             return self
-        scores = self.scores.new_full((*self.scores.shape[:-1], vocab_size), float("-inf"))
-        scores[..., self.columns] = self.scores
+        scores = spread_columns(self.scores, self.columns, vocab_size, fill=float("-inf"))
         return replace(self, scores=scores, columns=None)
 
     def spread(self, slots: list[int], newest: torch.Tensor) -> "Draft":
@@ -719,11 +711,7 @@ class _DraftVocabulary:
 
     def scatter(self, logits: torch.Tensor) -> torch.Tensor:
         """`[R, Vd]` logits to `[R, V]` over the target's vocabulary, -inf where the drafter has no row."""
-        if self.columns is None:
-            return logits
-        scores = logits.new_full((logits.shape[0], self.target_size), float("-inf"))
-        scores[:, self.columns] = self.compact(logits)
-        return scores
+        return spread_columns(self.compact(logits), self.columns, self.target_size, fill=float("-inf"))
 
 
 def embedding_of(drafter: DSparkDrafter, target: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -29,6 +29,28 @@ GREEDY: dict[str, Any] = {"do_sample": False, "num_beams": 1, "repetition_penalt
 _ROUNDING_UNITS = {torch.bfloat16: 4.0, torch.float16: 4.0, torch.float32: 22.0}
 
 
+def check_positive(settings: Any, *names: str) -> None:
+    """Raises `ValueError` where one of these options is given and below 1, a list of numbers included."""
+    for name in names:
+        value = getattr(settings, name)
+        for number in value if isinstance(value, list) else [value]:
+            if number is not None and number < 1:
+                raise ValueError(f"--{name.replace('_', '-')} is {number}, it must be 1 or more")
+
+
+def check_folders(settings: Any, *names: str) -> None:
+    """Raises `ValueError` where one of these files is to be written into a folder that is not there."""
+    for name in names:
+        path = getattr(settings, name)
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise ValueError(f"--{name} is {path}, whose folder does not exist")
+
+
+def id_list(ids: int | list[int] | None) -> list[int]:
+    """Token ids of a config (`eos_token_id` and the like), which may be one, several or none."""
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+
 @dataclass
 class TargetSettings:
     """Which target to open, and how."""

@@ -12,6 +12,7 @@ from .comparison import (
     Pair,
     PairSettings,
     Verdict,
+    check_positive,
     drafter_name,
     encode_prompt,
     geometric_mean,
@@ -40,8 +41,7 @@ class DemoSettings(PairSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_new_tokens < 1:
-            raise ValueError(f"--max-new-tokens is {self.max_new_tokens}, it must be 1 or more")
+        check_positive(self, "max_new_tokens")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from abc import abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any
 
@@ -123,7 +122,7 @@ class PricedSchedule(ConstantSchedule):
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: float, draft_seconds: float | None) -> None:
         observe_costs(self._costs, plan, outcomes, seconds, draft_seconds, self._pads_rows)
         if isinstance(plan.gate, ConfidenceGate):
-            plan.gate.learn([outcome.accepted for outcome in outcomes], [outcome.proposed for outcome in outcomes])
+            plan.gate.learn(outcomes)
 
     def pass_costs(self, longest: Plan) -> PassCosts:
         """Prices of a round in which the drafter runs as long as it can."""
@@ -187,10 +186,10 @@ class AcceptanceSchedule(PricedSchedule):
         self._idle: defaultdict[int, int] = defaultdict(int)
 
     def plan_priced(self, longest: Plan, rows: Sequence[RowState]) -> Plan:
-        survivals: list[list[float]] = []
-        for row, planned in zip(rows, longest.rows, strict=True):
-            gains = self._acceptance.gains(row.row, planned.num_tokens) if planned.source == DRAFTER else [0.0]
-            survivals.append([after - before for before, after in pairwise(gains)])
+        survivals = [
+            self._acceptance.survivals(row.row, planned.num_tokens) if planned.source == DRAFTER else []
+            for row, planned in zip(rows, longest.rows, strict=True)
+        ]
         plans = []
         for row, planned, length in zip(rows, longest.rows, admit(survivals, self.pass_costs(longest)), strict=True):
             if planned.source == DRAFTER:

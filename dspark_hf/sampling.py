@@ -13,10 +13,24 @@ def probabilities(scores: torch.Tensor) -> torch.Tensor:
     return scores.softmax(dim=-1, dtype=torch.float32)
 
 
+def one_hot(token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """`[...]` ids that were proposed without chance to the `[..., V]` float32 probabilities of their distribution."""
+    probs = torch.zeros((*token_ids.shape, vocab_size), device=token_ids.device)
+    return probs.scatter_(-1, token_ids.unsqueeze(-1), 1.0)
+
+
 def one_hot_scores(token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """`[...]` ids that were proposed without chance to the `[..., V]` float32 scores of their distribution."""
-    scores = torch.full((*token_ids.shape, vocab_size), float("-inf"), device=token_ids.device)
-    return scores.scatter_(-1, token_ids.unsqueeze(-1), 0.0)
+    """The same as `[..., V]` float32 scores."""
+    return one_hot(token_ids, vocab_size).log()
+
+
+def spread_columns(values: torch.Tensor, columns: torch.Tensor | None, vocab_size: int, fill: float) -> torch.Tensor:
+    """`[..., C]` values of some ids to `[..., V]`, `fill` for all others; `columns`: those `[C]` ids, `None`: all."""
+    if columns is None:
+        return values
+    spread = values.new_full((*values.shape[:-1], vocab_size), fill)
+    spread[..., columns] = values
+    return spread
 
 
 def is_accepted(

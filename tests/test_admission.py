@@ -8,6 +8,7 @@ from statistics import mean
 import pytest
 
 from dspark_hf.admission import EntropyGate, ForesightGate, PassCosts, SurvivalGate, admit, budget, spend
+from dspark_hf.scheduling import RowOutcome
 from dspark_hf.trust import Trust
 
 # Seconds of a pass by its draft tokens, one row: steps at multiples of eight, a steep line, nearly flat.
@@ -261,7 +262,7 @@ class TestForesightGate:
             gate = self.gate([[0.9, 0.9]], [20.0, 20.0, 20.0], rate=1 / 10, trust=trust)
             gate.opens(0, [0.8])
             gate.opens(1, [0.6])
-            gate.learn(accepted=[1], proposed=[2])
+            gate.learn([RowOutcome(0, "drafter", proposed=2, accepted=1)])
         assert trust.chance(0.8) > 0.8
         assert trust.chance(0.6) < 0.3
 

@@ -14,6 +14,7 @@ from .. import __version__
 from ..comparison import (
     check_sources,
     drafter_name,
+    id_list,
     load_drafter,
     load_target,
     resolve_device,
@@ -44,8 +45,7 @@ class Models:
     @property
     def eos_token_ids(self) -> set[int]:
         config: Any = self.target.generation_config
-        ids = config.eos_token_id
-        return set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
+        return set(id_list(config.eos_token_id))
 
     @property
     def pad_token_id(self) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import cycle, islice, zip_longest
 from pathlib import Path
 
 import torch
@@ -47,14 +47,27 @@ class Case:
 def make_cases(settings: BenchmarkSettings, models: Models) -> list[Case]:
     """The calls that are measured, in order."""
     rows = [*_rows(settings, models)]
-    return [case for group in dict.fromkeys(row.group for row in rows) for case in _batches(rows, group, settings)]
+    return [case for group, members in _grouped(rows).items() for case in _batches(members, group, settings)]
+
+
+def make_mixed_cases(settings: BenchmarkSettings, models: Models) -> list[Case]:
+    """The same with prompts of all groups side by side, so that large batches are not all of one kind."""
+    in_turn = zip_longest(*_grouped([*_rows(settings, models)]).values())
+    mixed = [row for turn in in_turn for row in turn if row is not None]
+    return [*_batches(mixed, "all", settings)]
+
+
+def _grouped(rows: list[Case]) -> dict[str, list[Case]]:
+    groups: dict[str, list[Case]] = {}
+    for row in rows:
+        groups.setdefault(row.group, []).append(row)
+    return groups
 
 
 def _batches(rows: list[Case], group: str, settings: BenchmarkSettings) -> Iterator[Case]:
-    """Batches of one group, each full: the last one is filled up with the first prompts."""
-    members = [row for row in rows if row.group == group]
-    for start in range(0, len(members), settings.batch_size):
-        batch = [*islice(cycle(members), start, start + settings.batch_size)]
+    """Batches of single prompts, each full: the last one is filled up with the first ones."""
+    for start in range(0, len(rows), settings.batch_size):
+        batch = [*islice(cycle(rows), start, start + settings.batch_size)]
         yield Case(group, [row.names[0] for row in batch], [row.prompt_ids[0] for row in batch])
 
 

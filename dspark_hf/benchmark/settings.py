@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..comparison import PairSettings
+from ..comparison import PairSettings, check_folders, check_positive
 from .methods import METHODS, find_method
 from .random_models import SHAPES
 
@@ -77,8 +77,7 @@ class BenchmarkSettings(PairSettings):
         self._check_numbers()
         self._check_methods()
         self._check_models()
-        if self.json is not None and not Path(self.json).absolute().parent.is_dir():
-            raise ValueError(f"--json is {self.json}, whose folder does not exist")
+        check_folders(self, "json")
         if self.prompts is not None and not Path(self.prompts).is_file():
             raise ValueError(f"--prompts is {self.prompts}, which is no file")
 
@@ -97,12 +96,8 @@ class BenchmarkSettings(PairSettings):
         return self.drafter_layers
 
     def _check_numbers(self) -> None:
-        names = ("max_new_tokens", "num_prompts", "repeats", "threads", "batch_size", "num_assistant_tokens")
-        numbers = [(name, getattr(self, name)) for name in (*names, "drafter_layers")]
-        numbers += [("context_length", length) for length in self.context_length or ()]
-        for name, value in numbers:
-            if value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} is {value}, it must be 1 or more")
+        check_positive(self, "max_new_tokens", "num_prompts", "repeats", "threads", "batch_size")
+        check_positive(self, "num_assistant_tokens", "drafter_layers", "context_length")
         if self.simulate_acceptance is not None and not 0.0 <= self.simulate_acceptance <= 1.0:
             raise ValueError(f"--simulate-acceptance is {self.simulate_acceptance}, it must lie between 0 and 1")
         if self.temperature <= 0.0:

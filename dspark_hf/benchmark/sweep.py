@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,12 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from ..comparison import PairSettings
+from ..comparison import PairSettings, check_folders
 from ..figures import plot_thresholds
 from .measuring import CaseMeasurer
 from .methods import Call, find_method
 from .models import Models, environment, load_models
-from .prompts import Case, make_cases
+from .prompts import Case, make_mixed_cases
 from .settings import BenchmarkSettings
 from .tables import WIDTH
 
@@ -68,9 +67,7 @@ class SweepSettings(PairSettings):
         if not all(0.0 <= threshold <= 1.0 for threshold in self.thresholds):
             raise ValueError(f"--thresholds is {self.thresholds}, they must lie between 0 and 1")
         self.cells()  # what is wrong with the others is said before anything is loaded
-        for name, path in (("json", self.json), ("plot", self.plot)):
-            if path is not None and not Path(path).absolute().parent.is_dir():
-                raise ValueError(f"--{name} is {path}, whose folder does not exist")
+        check_folders(self, "json", "plot")
 
     def cells(self, num_draft_tokens: int = 1) -> list[BenchmarkSettings]:
         """The settings of each cell."""
@@ -170,21 +167,8 @@ def run_sweep(settings: SweepSettings, console: Console | None = None) -> list[C
     return measured
 
 
-def mixed_cases(settings: BenchmarkSettings, models: Models) -> list[Case]:
-    """Full batches with prompts of all datasets side by side, so that large ones are not all of one kind."""
-    singles = make_cases(BenchmarkSettings(**{**asdict(settings), "batch_size": 1}), models)
-    groups = [[case for case in singles if case.group == name] for name in dict.fromkeys(c.group for c in singles)]
-    longest = max(map(len, groups))
-    mixed = [group[i] for i in range(longest) for group in groups if i < len(group)]
-    batches = []
-    for start in range(0, len(mixed), settings.batch_size):
-        rows = [*islice(cycle(mixed), start, start + settings.batch_size)]
-        batches.append(Case("all", [row.names[0] for row in rows], [row.prompt_ids[0] for row in rows]))
-    return batches
-
-
 def _measure(settings: BenchmarkSettings, models: Models, progress: Progress) -> Cell:
-    cases, names = mixed_cases(settings, models), settings.method_names
+    cases, names = make_mixed_cases(settings, models), settings.method_names
     measurer = CaseMeasurer(settings, models)
     measurer.warm_up(cases[0])
     totals = {name: MethodTotals() for name in names}

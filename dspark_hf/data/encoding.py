@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..comparison import id_list
 from .sources import BadRow, Source
 
 # Stands for the words of a user while a template is looked at: no template changes them, no tokenizer must know them.
@@ -33,8 +34,8 @@ class Encoder:
         """Takes vocabulary and stops from a target."""
         config: Any = target.generation_config
         ids = tokenizer.eos_token_id if config.eos_token_id is None else config.eos_token_id
-        stop_ids = frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)
-        return cls(tokenizer, target.config.get_text_config(decoder=True).vocab_size, stop_ids, **options)
+        vocab_size = target.config.get_text_config(decoder=True).vocab_size
+        return cls(tokenizer, vocab_size, frozenset(id_list(ids)), **options)
 
     def prompt_ids(self, source: Source) -> list[int]:
         """Token ids of all that the target reads before it answers.

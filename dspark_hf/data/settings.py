@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..comparison import TargetSettings
+from ..comparison import TargetSettings, check_folders, check_positive
 
 
 @dataclass
@@ -79,23 +79,11 @@ class DataSettings(TargetSettings):
             raise ValueError(
                 f"--output is {self.output}, expected a name that ends in .jsonl (compress it afterwards)"
             )
-        if not self.output_file.absolute().parent.is_dir():
-            raise ValueError(f"--output is {self.output}, whose folder does not exist")
+        check_folders(self, "output")
 
     def _check_numbers(self) -> None:
-        names = (
-            "num_prompts",
-            "max_new_tokens",
-            "max_prompt_tokens",
-            "text_tokens",
-            "batch_size",
-            "threads",
-            "self_max_tokens",
-        )
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} is {value}, it must be 1 or more")
+        check_positive(self, "num_prompts", "max_new_tokens", "max_prompt_tokens", "text_tokens")
+        check_positive(self, "batch_size", "threads", "self_max_tokens")
         for name in ("self_prompts", "top_k"):
             if getattr(self, name) < 0:
                 raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}, it must be 0 or more")

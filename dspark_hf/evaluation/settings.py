@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..benchmark.methods import find_method
 from ..benchmark.settings import BenchmarkSettings
-from ..comparison import PairSettings, TargetSettings
+from ..comparison import PairSettings, TargetSettings, check_folders, check_positive
 from ..policies import SCHEDULES
 
 
@@ -82,10 +82,7 @@ class EvaluationSettings(TargetSettings):
         )
 
     def _check_numbers(self) -> None:
-        for name in ("num_prompts", "held_out", "batch_size", "max_new_tokens", "threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} is {value}, it must be 1 or more")
+        check_positive(self, "num_prompts", "held_out", "batch_size", "max_new_tokens", "threads")
         if not self.temperature >= 0.0:
             raise ValueError(f"--temperature is {self.temperature}, it must be 0 (greedy) or more")
 
@@ -93,10 +90,7 @@ class EvaluationSettings(TargetSettings):
         for file in self.prompts or ():
             if not Path(file).is_file():
                 raise ValueError(f"--prompts names {file}, which is no file")
-        for option in ("json", "markdown", "plot"):
-            value = getattr(self, option)
-            if value is not None and not Path(value).absolute().parent.is_dir():
-                raise ValueError(f"--{option} is {value}, whose folder does not exist")
+        check_folders(self, "json", "markdown", "plot")
         for option in ("json", "markdown"):
             value = getattr(self, option)
             if value is not None and Path(value).is_dir():

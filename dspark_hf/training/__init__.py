@@ -12,10 +12,14 @@ In the order in which data flow: `responses` (rows, anchors, batches) -> `target
 `arguments`; `new_drafter` makes what is trained, `run` is the command `dspark-hf train`.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from .arguments import DSparkTrainingArguments
 from .new_drafter import choose_draft_vocabulary, choose_mask_token, drafter_config, new_drafter
 from .responses import Response, read_responses, split_held_out
-from .trainer import DSparkTrainer
+
+if TYPE_CHECKING:
+    from .trainer import DSparkTrainer
 
 __all__ = [
     "DSparkTrainer",
@@ -28,3 +32,12 @@ __all__ = [
     "read_responses",
     "split_held_out",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the trainer where it is asked for: transformers' `Trainer` takes long, and commands start without it."""
+    if name == "DSparkTrainer":
+        from .trainer import DSparkTrainer
+
+        return DSparkTrainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import TrainingArguments
 
+from ..comparison import check_positive
 from .objective import ObjectiveWeights
 
 
@@ -62,9 +63,7 @@ class DSparkTrainingArguments(TrainingArguments):
     debug: str | list = field(default="", init=False)
 
     def __post_init__(self) -> None:
-        for name in ("num_anchors", "max_length", "eval_max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}, it must be 1 or more")
+        check_positive(self, "num_anchors", "max_length", "eval_max_new_tokens")
         for name in ("cross_entropy_weight", "distance_weight", "confidence_weight", "eval_prompts"):
             if getattr(self, name) < 0:
                 raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}, it must not be negative")

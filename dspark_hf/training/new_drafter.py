@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..comparison import id_list
 from ..configuration_dspark import DSparkConfig
 from ..modeling_dspark import DSparkDrafter
 from ..target_taps import decoder_layers
@@ -59,7 +60,7 @@ def choose_mask_token(rows: Iterable[Response], target: Any, special_ids: Iterab
     used = {token for row in rows for token in (*row.prompt_ids, *row.response_ids)}
     config = target.config.get_text_config(decoder=True)
     for ends in (config.bos_token_id, config.pad_token_id, target.generation_config.eos_token_id):
-        used |= set(ends) if isinstance(ends, list) else {ends}
+        used |= set(id_list(ends))
     for token in (*sorted(special_ids), *reversed(range(config.vocab_size))):
         if token not in used and token < config.vocab_size:
             return token

@@ -114,11 +114,10 @@ def distribution_loss(
     """
     chunk = max(1, _CHUNK_LOGITS // vocab_size)
     trained = tuple(p for p in parameters if p.requires_grad)
+    run = _Chunks(logits_of, supervision, coefficients, chunk, len(inputs))
     if torch.is_grad_enabled() and (trained or any(x.requires_grad for x in inputs)):
-        run = _Chunks(logits_of, supervision, coefficients, chunk, len(inputs))
         loss, cross_entropy, distance = _ChunkedLoss.apply(run, *inputs, *trained)
         return DistributionLoss(loss, cross_entropy, distance, None)
-    run = _Chunks(logits_of, supervision, coefficients, chunk, len(inputs))
     terms = [run.terms(part, [x[part] for x in inputs], with_hits=True) for part in run.slices()]
     cross_entropy, distance, hits = (torch.cat(parts) for parts in zip(*terms, strict=True))
     return DistributionLoss(run.weigh(slice(None), cross_entropy, distance), cross_entropy, distance, hits)

@@ -1,6 +1,5 @@
 """Responses of the target, as rows of token ids: reading, holding out, anchors, batches."""
 
-import gzip
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -11,6 +10,8 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, Sampler
+
+from ..prompt_files import file_stem, numbered_lines
 
 # Rows of a sampler's draw that are sorted by length together, in global batches: more would make epochs alike.
 _BATCHES_PER_BUCKET = 16
@@ -48,16 +49,14 @@ def read_responses(path: str | Path, vocab_size: int | None = None) -> list[Resp
         ValueError: a line is something else, or the file has none; the message says which line.
     """
     path = Path(path)
-    opener: Any = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8") as lines:
-        rows = [_parse(line, path, number, vocab_size) for number, line in enumerate(lines) if line.strip()]
+    rows = [_parse(line, path, number, vocab_size) for number, line in numbered_lines(path) if line.strip()]
     if not rows:
         raise ValueError(f"{path} holds no rows. Expected JSON lines with `prompt_ids` and `response_ids`.")
     return rows
 
 
 def _parse(line: str, path: Path, number: int, vocab_size: int | None) -> Response:
-    where = f"{path}, line {number + 1}"
+    where = f"{path}, line {number}"
     try:
         fields = json.loads(line)
     except json.JSONDecodeError as error:
@@ -76,11 +75,10 @@ def _parse(line: str, path: Path, number: int, vocab_size: int | None) -> Respon
                 f"{where}: `{name}` holds {max(ids)}, but the target has {vocab_size} ids. The responses are of "
                 "another model."
             )
-    name = path.name.removesuffix(".gz").removesuffix(".jsonl")
-    index = fields.get("index", number)
+    index = fields.get("index", number - 1)
     if type(index) is not int:
         raise ValueError(f"{where}: `index` is {index!r}, expected an integer.")
-    return Response(fields["prompt_ids"], fields["response_ids"], str(fields.get("dataset", name)), index)
+    return Response(fields["prompt_ids"], fields["response_ids"], str(fields.get("dataset", file_stem(path))), index)
 
 
 def _shown(value: object) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from rich.console import Console
@@ -11,13 +11,16 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.trainer_utils import get_last_checkpoint
 
+from ..comparison import id_list
 from ..demo_weights import TARGET_ID, fetch_demo_target
 from ..modeling_dspark import DSparkDrafter
 from .arguments import DSparkTrainingArguments
 from .new_drafter import choose_draft_vocabulary, choose_mask_token, new_drafter
 from .responses import Response, read_responses, split_held_out
 from .target_features import CachedFeatures
-from .trainer import DSparkTrainer
+
+if TYPE_CHECKING:
+    from .trainer import DSparkTrainer
 
 # Fields of a new drafter, by the setting that says them.
 _SHAPE: tuple[str, ...] = ("num_hidden_layers", "block_size", "markov_head_type", "markov_rank")
@@ -91,13 +94,16 @@ class TrainSettings(DSparkTrainingArguments):
         return {"num_hidden_layers": 2, **said, **(_DFLASH_SHAPE if self.algorithm == "dflash" else {})}
 
 
-def run_training(settings: TrainSettings, report: Callable[[str], None] = print) -> DSparkTrainer:
+def run_training(settings: TrainSettings, report: Callable[[str], None] = print) -> "DSparkTrainer":
     """Runs `dspark-hf train`: the drafter is in `settings.output_dir` afterwards. Goes on where an earlier run with
     the same folder was interrupted.
 
     Args:
         report: receives a line for each thing worth knowing; silent on all but the first process.
     """
+    # Here, because every command reads the settings above, and transformers' `Trainer` takes long to import.
+    from .trainer import DSparkTrainer
+
     if settings.process_index > 0:
         report = _say_nothing
     target = _load_target(settings, report)
@@ -172,8 +178,7 @@ def _make_drafter(
     draft_ids = None
     if settings.draft_vocab_size is not None:
         vocab_size = target.config.get_text_config(decoder=True).vocab_size
-        ends = target.generation_config.eos_token_id
-        always = [] if ends is None else ends if isinstance(ends, list) else [ends]
+        always = id_list(target.generation_config.eos_token_id)
         draft_ids = choose_draft_vocabulary(train_rows, settings.draft_vocab_size, vocab_size, always)
     return new_drafter(
         target, draft_ids=draft_ids, init_layer_ids=settings.init_layer_ids, seed=settings.seed, **shape
@@ -185,7 +190,7 @@ def _by_dataset(rows: Sequence[Response]) -> dict[str, list[Response]] | None:
     return {name: [row for row in rows if row.dataset == name] for name in names} or None
 
 
-def _describe(trainer: DSparkTrainer, held_out: Sequence[Response], report: Callable[[str], None]) -> None:
+def _describe(trainer: "DSparkTrainer", held_out: Sequence[Response], report: Callable[[str], None]) -> None:
     dataset: Any = trainer.train_dataset
     num_tokens = sum(dataset.lengths)
     report(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..data.rows import fingerprint
 from ..errors import UnsupportedGenerationError
 from ..target_taps import TargetTaps
 from .responses import ResponseDataset
@@ -128,11 +129,11 @@ class OnlineFeatures:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What the states are of: layers, dtype, and a digest of weights of the target."""
+        """What the states are of: layers, dtype, and a digest of the target's weights."""
         return {
             "target_layer_ids": list(self._layer_ids),
             "dtype": str(self._target.dtype),
-            "weights": _weights_digest(self._target),
+            "weights": fingerprint(self._target),
         }
 
     def __enter__(self) -> "OnlineFeatures":
@@ -224,17 +225,6 @@ class CachedFeatures:
             states = self._final[start + first : end].to(found.final.device)
             self._normalizer[start + first : end] = self._head.log_normalizer(states).cpu()
             self._is_known[row] = True
-
-
-def _weights_digest(target: Any) -> str:
-    """Of the norms, which every fine-tuning moves and which are read in no time, and of the first embedding rows."""
-    digest = hashlib.sha256()
-    for name, parameter in target.named_parameters():
-        if parameter.dim() == 1:
-            digest.update(name.encode() + parameter.detach().float().cpu().numpy().tobytes())
-    rows = target.get_input_embeddings().weight[:256]
-    digest.update(rows.detach().float().cpu().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _store(folder: Path | None, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
