@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import platform
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -78,7 +79,10 @@ class CostModel:
         """Writes the file; without a path, into the user's cache, under a name made of `place`."""
         path = _cached(self.place) if path is None else Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        # In one step: a call that reads meanwhile finds the old file or the new one.
+        staged = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        staged.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        os.replace(staged, path)
         return path
 
     @classmethod
@@ -106,9 +110,14 @@ class CostModel:
 
     @classmethod
     def cached(cls, target: Any, drafter: DSparkDrafter) -> "CostModel | None":
-        """The prices that `save` left in the cache for this pair, where it stands now; `None` without any."""
+        """The prices that `save` left in the cache for this pair, where it stands now; `None` without any that can be
+        read: a call does not fail for them, it learns its own."""
         path = _cached(place_of(target, drafter))
-        return cls.load(path) if path.is_file() else None
+        try:
+            return cls.load(path) if path.is_file() else None
+        except (OSError, UnicodeDecodeError) as error:
+            warnings.warn(f"Decoding learns its own prices: {error}", UserWarning, stacklevel=2)
+            return None
 
     def differences(self, target: Any, drafter: DSparkDrafter) -> dict[str, tuple[Any, Any]]:
         """In what a pair differs from the one of these prices: here and there, by name; empty if they hold for it."""

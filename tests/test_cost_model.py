@@ -70,6 +70,21 @@ class TestFile:
         assert Path(tmp_path) in path.parents
         assert CostModel.cached(target, drafter) == model_of()
         assert CostModel.cached(target, kit.new_drafter(block_size=2)) is None
+        assert [path] == [*path.parent.iterdir()], "nothing half written is left beside it"
+
+    @pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"{}"])
+    def test_a_broken_file_in_the_cache_is_reported_and_does_not_stop_a_call(self, tmp_path, monkeypatch, content):
+        monkeypatch.setattr(cost_model, "HF_HOME", str(tmp_path))
+        # A pair looks into the cache once.
+        target, drafter = kit.target(), kit.new_drafter()
+        CostModel(cost_model.place_of(target, drafter), model_of().contexts).save().write_bytes(content)
+        input_ids = torch.tensor([[1, 2, 3]])
+        plain = target.generate(input_ids, max_new_tokens=6, do_sample=False)
+        with pytest.warns(UserWarning, match="learns its own prices"):
+            assert CostModel.cached(target, drafter) is None
+        with pytest.warns(UserWarning, match="learns its own prices"):
+            output = target.generate(input_ids, max_new_tokens=6, do_sample=False, assistant_model=drafter)
+        assert output.tolist() == plain.tolist()
 
     @pytest.mark.parametrize(
         "text",
