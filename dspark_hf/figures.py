@@ -169,6 +169,47 @@ def plot_acceptance_lengths(lengths: Mapping[str, Mapping[str, float | None]], p
     pyplot.close(figure)
 
 
+def plot_training(histories: Mapping[str, Sequence[Mapping[str, Any]]], path: str | os.PathLike) -> None:
+    """Draws cross entropy (left) and expected τ (right) against the draft tokens that were supervised so far, a colour
+    for each run: pale on the rows it trains on, dots and a line on held-out ones, the mean over their datasets.
+
+    Args:
+        histories: `log_history` of each run, as `trainer_state.json` keeps it.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    pyplot = _pyplot()
+    figure, panels = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    for number, (name, history) in enumerate(histories.items()):
+        color = f"C{number}"
+        for panel, quantity in zip(panels, ("cross_entropy", "tau"), strict=True):
+            trained = [(entry["draft_tokens"], entry[quantity]) for entry in history if quantity in entry]
+            panel.plot([n / 1e6 for n, _ in trained], [y for _, y in trained], color=color, alpha=0.3, linewidth=1)
+            held_out = _held_out(history, quantity)
+            label = f"{name}, held out" if held_out else name
+            panel.plot([n / 1e6 for n in held_out], held_out.values(), color=color, marker="o", ms=4, label=label)
+    for panel, label in zip(panels, ("cross entropy", "expected τ of sampling, teacher-forced"), strict=True):
+        panel.set_xlabel("supervised draft tokens, millions")
+        panel.set_ylabel(label)
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize=8, frameon=False)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _held_out(history: Sequence[Mapping[str, Any]], quantity: str) -> dict[int, float]:
+    """The mean over the held-out datasets, by the draft tokens before the evaluation."""
+    found: dict[int, list[float]] = {}
+    for entry in history:
+        for name, value in entry.items():
+            # Greedy and decoded τ have names of their own: `eval_<dataset>_greedy_tau`.
+            is_of_dataset = name.startswith("eval_") and name.endswith(f"_{quantity}")
+            if is_of_dataset and not name.endswith((f"_greedy_{quantity}", f"_generate_{quantity}")):
+                found.setdefault(entry["draft_tokens"], []).append(value)
+    return {draft_tokens: sum(values) / len(values) for draft_tokens, values in found.items()}
+
+
 def _draw(panel: Any, curve: Reliability, color: str, label: str) -> None:
     total = max(1, sum(curve.count))
     bins = [i for i, count in enumerate(curve.count) if count]

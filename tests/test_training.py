@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import cache
@@ -14,6 +15,7 @@ from kit import FAMILIES, VOCAB, assert_lossless, hooks_of, inputs, new_drafter,
 from transformers import TrainerCallback
 
 from dspark_hf import DSparkCandidateGenerator, DSparkDrafter
+from dspark_hf.figures import plot_training
 from dspark_hf.training import objective
 from dspark_hf.training.arguments import DSparkTrainingArguments
 from dspark_hf.training.blocks import draft_positions, markov_latents, run_blocks
@@ -308,7 +310,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(killed_after, accumulation,
     assert resumed.state.global_step == 8
     for name, tensor in whole.drafter.state_dict().items():
         assert torch.equal(resumed.drafter.state_dict()[name], tensor), name
-    losses = [[e["loss"] for e in t.state.log_history if "loss" in e] for t in (whole, resumed)]
+    losses = [[(e["loss"], e["draft_tokens"]) for e in t.state.log_history if "loss" in e] for t in (whole, resumed)]
     assert losses[0] == losses[1]
 
 
@@ -334,7 +336,7 @@ def test_two_processes_take_the_steps_of_one(tmp_path):
         subprocess.run([*launcher, *worker], check=True, capture_output=True, env=environment, timeout=300)
         results.append(json.loads((folder / "result.json").read_text()))
     one, two = results
-    for name in ("loss", "cross_entropy", "distance", "acceptance_1", "tau"):
+    for name in ("loss", "cross_entropy", "distance", "acceptance_1", "tau", "draft_tokens"):
         expected = [entry[name] for entry in one["history"]]
         assert [entry[name] for entry in two["history"]] == pytest.approx(expected, rel=1e-3), name
     for name, weights in one["weights"].items():
@@ -349,6 +351,47 @@ def test_the_clock_ends_a_run_and_leads_the_learning_rate(tmp_path):
     assert trainer.state.global_step > 3
     assert max(rates) > 2e-3
     assert rates[-1] < 0.1 * max(rates)
+
+
+def test_the_bar_of_a_run_by_the_clock_counts_seconds(tmp_path, capsys):
+    train(tmp_path, max_steps=-1, max_seconds=1.5, disable_tqdm=False)
+    assert re.search(r"/2 \[.*s/s\]", capsys.readouterr().err)
+
+
+def test_the_log_counts_the_draft_tokens(tmp_path):
+    trainer = train(tmp_path, max_steps=12, eval_rows=responses()[:4], eval_strategy="epoch")
+    config = trainer.drafter.config
+    history = [entry["draft_tokens"] for entry in trainer.state.log_history if "loss" in entry]
+    by_epoch = []
+    for epoch in range(2):
+        trainer.train_dataset.set_epoch(epoch)
+        items = [trainer.train_dataset[i] for i in range(len(trainer.train_dataset))]
+        room = [len(item["input_ids"]) - 1 - item["anchors"] for item in items]
+        by_epoch.append(int(torch.cat(room).clamp(max=config.num_draft_tokens).sum()))
+    assert len(history) == 12
+    assert history == sorted(set(history))
+    assert [history[5], history[11]] == [by_epoch[0], sum(by_epoch)]
+    evaluated = [entry["draft_tokens"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert evaluated == [history[5], history[11]]
+
+
+def test_the_training_curve_shows_each_run(tmp_path):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    history = [
+        {"draft_tokens": 1_000_000, "cross_entropy": 3.0, "tau": 1.5},
+        {"draft_tokens": 1_000_000, "eval_a_cross_entropy": 4.0, "eval_a_tau": 1.0, "eval_a_greedy_tau": 9.0},
+        {"draft_tokens": 1_000_000, "eval_b_cross_entropy": 5.0, "eval_b_tau": 2.0, "eval_b_generate_tau": 9.0},
+    ]
+    figures, close = [], pyplot.close
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pyplot, "close", figures.append)
+        plot_training({"one": history, "two": history[:1]}, tmp_path / "curve.png")
+    (figure,) = figures
+    left, right = figure.axes
+    assert [line.get_ydata().tolist() for line in left.lines] == [[3.0], [4.5], [3.0], []]
+    assert [line.get_ydata().tolist() for line in right.lines] == [[1.5], [1.5], [1.5], []]
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    close(figure)
 
 
 def test_a_cache_of_features_changes_nothing_but_rounding(tmp_path):
@@ -534,13 +577,16 @@ def test_the_command_from_files_to_a_drafter(algorithm, tmp_path, capsys):
         "feature_cache": "memory",
         "save_strategy": "steps",
         "save_steps": 2,
+        "plot": str(tmp_path / "curve.png"),
     }
+    pytest.importorskip("matplotlib")
     lines = []
     trainer = run_training(TrainSettings(**settings), report=lines.append)
     assert lines[0].startswith("19 rows to train on")
     assert "5 held out" in lines[0]
     assert "GB in memory" in lines[2]
     assert "τ greedy" in capsys.readouterr().out
+    assert (tmp_path / "curve.png").is_file()
     assert hooks_of(trainer.target) == 0
     drafter = DSparkDrafter.from_pretrained(tmp_path / "drafter")
     assert drafter.config.draft_vocab_size == 60

@@ -11,8 +11,9 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.trainer_utils import get_last_checkpoint
 
-from ..comparison import id_list
+from ..comparison import check_folders, id_list
 from ..demo_weights import TARGET_ID, fetch_demo_target
+from ..figures import plot_training, require_matplotlib
 from ..modeling_dspark import DSparkDrafter
 from .arguments import DSparkTrainingArguments
 from .new_drafter import choose_draft_vocabulary, choose_mask_token, new_drafter
@@ -70,7 +71,10 @@ class TrainSettings(DSparkTrainingArguments):
         default=None, metadata={"help": "layers of the target that draft layers start as; default: at random"}
     )
 
+    plot: str | None = field(default=None, metadata={"help": "file for the training curve (PNG); needs matplotlib"})
+
     def __post_init__(self) -> None:
+        check_folders(self, "plot")
         if self.output_dir is None:
             raise ValueError("--output-dir is missing: the folder for the drafter")
         if not self.data:
@@ -104,6 +108,8 @@ def run_training(settings: TrainSettings, report: Callable[[str], None] = print)
     # Here, because every command reads the settings above, and transformers' `Trainer` takes long to import.
     from .trainer import DSparkTrainer
 
+    if settings.plot is not None:
+        require_matplotlib()
     if settings.process_index > 0:
         report = _say_nothing
     target = _load_target(settings, report)
@@ -123,9 +129,14 @@ def run_training(settings: TrainSettings, report: Callable[[str], None] = print)
         report(f"wrote {settings.output_dir}")
         if held_out:
             metrics = trainer.evaluate()
+            # With the last evaluation in its history.
+            trainer.save_state()
             trainer.save_metrics("eval", metrics)
             if settings.process_index == 0:
                 Console().print(table_of(metrics, drafter.config.num_draft_tokens))
+        if settings.plot is not None and settings.process_index == 0:
+            plot_training({"training": trainer.state.log_history}, settings.plot)
+            report(f"wrote {settings.plot}")
     finally:
         trainer.close()
     return trainer

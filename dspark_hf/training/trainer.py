@@ -4,27 +4,22 @@ What is accelerate's stays accelerate's (devices, processes, precision, accumula
 is the step, the log of acceptance, batches that a restart repeats, and a clock that may end the run.
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Sampler
-from transformers import Trainer, TrainerCallback
-from transformers.trainer_callback import ExportableState
+from transformers import ProgressCallback, Trainer
 
 from ..alignment import check_pair
 from ..modeling_dspark import DSparkDrafter
 from .arguments import DSparkTrainingArguments
+from .clock import CLOCK_STEPS, ByClock, Clock, ClockCallback, ClockProgress
 from .responses import LengthBucketSampler, Response, ResponseDataset, collate
 from .step import StepTotals, TrainingStep
 from .target_features import CachedFeatures, FeatureSource, OnlineFeatures, TargetHead
-
-# The learning rate's schedule is made for so many steps where it follows the clock.
-_CLOCK_STEPS = 10_000
 
 
 class DSparkTrainer(Trainer):
@@ -101,9 +96,10 @@ class DSparkTrainer(Trainer):
             self.features = CachedFeatures(self._online, head, [d for d in kept if d], folder)
         self._train_totals: _Totals | None = None
         self._eval_totals: _Totals | None = None
-        self._clock = _Clock(args.max_seconds)
-        if args.max_seconds is not None:
-            self.add_callback(_ClockCallback(self._clock))
+        self._clock = Clock(args.max_seconds)
+        self.add_callback(ClockCallback(self._clock))
+        if args.max_seconds is not None and self.pop_callback(ProgressCallback) is not None:
+            self.add_callback(ClockProgress(self._clock))
 
     # Batches
 
@@ -120,15 +116,16 @@ class DSparkTrainer(Trainer):
         config = self.drafter.config
         weights = self.args.objective.by_position(config.num_draft_tokens)
         summed = torch.cat((weights.new_zeros(1), weights.cumsum(0)))
-        total = torch.zeros((), device=device)
+        # Summed weights, and how many positions.
+        total = torch.zeros(2, device=device)
         for batch in batch_samples:
             anchors, lengths = batch["anchors"], batch["lengths"]
             counts = (lengths[:, None] - 1 - anchors).clamp(0, config.num_draft_tokens)
             counts = counts.masked_fill(anchors < 0, 0)
-            total = total + summed.to(counts.device)[counts].sum().to(device)
-        if self.args.average_tokens_across_devices and self.args.world_size > 1:
-            total = self.accelerator.gather(total).sum()
-        return total
+            total += torch.stack((summed.to(counts.device)[counts].sum(), counts.sum())).to(device)
+        everywhere = self.accelerator.reduce(total.clone(), reduction="sum")
+        self._clock.draft_tokens += int(everywhere[1])
+        return (everywhere if self.args.average_tokens_across_devices else total)[0]
 
     # The step
 
@@ -166,7 +163,8 @@ class DSparkTrainer(Trainer):
         if "loss" in logs and self._train_totals is not None:
             totals, self._train_totals = self._train_totals.gathered(self.accelerator), None
             logs = {**logs, **totals.metrics(with_hits=False)}
-        super().log(logs, start_time)
+        seen = {"draft_tokens": self._clock.draft_tokens, "seconds": round(self._clock.elapsed, 1)}
+        super().log({**logs, **seen}, start_time)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         self._eval_totals = None
@@ -227,13 +225,13 @@ class DSparkTrainer(Trainer):
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.args.max_seconds is None:
             return super().create_scheduler(num_training_steps, optimizer)
-        scheduler = super().create_scheduler(_CLOCK_STEPS, optimizer)
+        scheduler = super().create_scheduler(CLOCK_STEPS, optimizer)
         if not isinstance(scheduler, LambdaLR):
             raise ValueError(
                 f"--lr_scheduler_type {self.args.lr_scheduler_type} goes by more than the step, so it cannot follow "
                 "the clock of --max_seconds. Choose cosine, linear or constant_with_warmup."
             )
-        scheduler.lr_lambdas = [_ByClock(rule, self._clock) for rule in scheduler.lr_lambdas]
+        scheduler.lr_lambdas = [ByClock(rule, self._clock) for rule in scheduler.lr_lambdas]
         return scheduler
 
     def close(self) -> None:
@@ -304,62 +302,3 @@ class _Totals:
             if with_hits:
                 named["greedy_tau"] = self.tau[2] / self.tau[0]
         return {name: round(float(value), 5) for name, value in named.items()}
-
-
-class _Clock:
-    """Seconds of training so far, those before a restart included."""
-
-    def __init__(self, limit: float | None):
-        self.limit = limit
-        self.before, self.share, self.last_step = 0.0, 0.0, 0.0
-        self.started: float | None = None
-
-    @property
-    def elapsed(self) -> float:
-        return self.before + (0.0 if self.started is None else time.monotonic() - self.started)
-
-    def start(self, before: float) -> None:
-        self.before, self.started = before, time.monotonic()
-        self.read()
-
-    def read(self) -> float:
-        """The share of the time that is over, up to 1; it stays the same until the next reading."""
-        self.share = min(1.0, self.elapsed / self.limit) if self.limit is not None else 0.0
-        return self.share
-
-
-class _ByClock:
-    """A schedule of the learning rate that is asked for the time in place of the step. Nothing of it is saved."""
-
-    __slots__ = ("_clock", "_rule")
-
-    def __init__(self, rule: Any, clock: _Clock):
-        self._rule, self._clock = rule, clock
-
-    def __call__(self, step: int) -> float:
-        return self._rule(round(self._clock.share * _CLOCK_STEPS))
-
-
-class _ClockCallback(TrainerCallback, ExportableState):
-    """Ends the training in time. All processes go by the clock of the first, and a restart goes on with it."""
-
-    def __init__(self, clock: _Clock):
-        self._clock = clock
-
-    def state(self) -> dict:
-        return {"args": {}, "attributes": {"elapsed": self._clock.elapsed}}
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        saved = state.stateful_callbacks.get(type(self).__name__, {})
-        self._clock.start(saved.get("attributes", {}).get("elapsed", 0.0))
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        before, share = self._clock.share, self._clock.read()
-        if args.world_size > 1:
-            share = self._clock.share = float(broadcast(torch.tensor(share, device=args.device)))
-        self._clock.last_step = share - before
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # The next step would end more than half of itself too late.
-        if self._clock.share + 1.5 * self._clock.last_step >= 1.0:
-            control.should_training_stop = True

@@ -1,0 +1,100 @@
+"""The clock that may end a run, and what it has seen so far: kept in checkpoints, shown while it trains."""
+
+import time
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast
+from tqdm.auto import tqdm
+from transformers import ProgressCallback, TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+# The learning rate's schedule is made for so many steps where it follows the clock.
+CLOCK_STEPS = 10_000
+
+
+class Clock:
+    """Seconds and supervised draft tokens of training so far, those before a restart included.
+
+    Args:
+        limit: seconds after which the training ends; `None`: something else ends it.
+    """
+
+    def __init__(self, limit: float | None):
+        self.limit = limit
+        self.draft_tokens = 0
+        self.before, self.share, self.last_step = 0.0, 0.0, 0.0
+        self.started: float | None = None
+
+    @property
+    def elapsed(self) -> float:
+        return self.before + (0.0 if self.started is None else time.monotonic() - self.started)
+
+    def start(self, before: float) -> None:
+        self.before, self.started = before, time.monotonic()
+        self.read()
+
+    def read(self) -> float:
+        """The share of the time that is over, up to 1; it stays the same until the next reading."""
+        self.share = min(1.0, self.elapsed / self.limit) if self.limit is not None else 0.0
+        return self.share
+
+
+class ByClock:
+    """A schedule of the learning rate that is asked for the time in place of the step. Nothing of it is saved."""
+
+    __slots__ = ("_clock", "_rule")
+
+    def __init__(self, rule: Any, clock: Clock):
+        self._rule, self._clock = rule, clock
+
+    def __call__(self, step: int) -> float:
+        return self._rule(round(self._clock.share * CLOCK_STEPS))
+
+
+class ClockCallback(TrainerCallback, ExportableState):
+    """Ends the training in time. All processes go by the clock of the first; a restart goes on with it, and with the
+    count of draft tokens."""
+
+    def __init__(self, clock: Clock):
+        self._clock = clock
+
+    def state(self) -> dict:
+        return {"args": {}, "attributes": {"elapsed": self._clock.elapsed, "draft_tokens": self._clock.draft_tokens}}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        saved = state.stateful_callbacks.get(type(self).__name__, {})
+        attributes = saved.get("attributes", {})
+        self._clock.draft_tokens = attributes.get("draft_tokens", 0)
+        self._clock.start(attributes.get("elapsed", 0.0))
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        before, share = self._clock.share, self._clock.read()
+        if args.world_size > 1:
+            share = self._clock.share = float(broadcast(torch.tensor(share, device=args.device)))
+        self._clock.last_step = share - before
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # The next step would end more than half of itself too late.
+        if self._clock.limit is not None and self._clock.share + 1.5 * self._clock.last_step >= 1.0:
+            control.should_training_stop = True
+
+
+class ClockProgress(ProgressCallback):
+    """transformers' progress bar, in seconds in place of steps."""
+
+    training_bar: Any
+
+    def __init__(self, clock: Clock):
+        super().__init__()
+        self._clock = clock
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero and self._clock.limit is not None:
+            self.training_bar = tqdm(
+                total=round(self._clock.limit), initial=round(self._clock.elapsed), unit="s", dynamic_ncols=True
+            )
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.training_bar is not None:
+            self.training_bar.update(round(self._clock.elapsed) - self.training_bar.n)
