@@ -19,7 +19,7 @@ from dspark_hf.figures import plot_training
 from dspark_hf.training import objective
 from dspark_hf.training.arguments import DSparkTrainingArguments
 from dspark_hf.training.blocks import draft_positions, markov_latents, run_blocks
-from dspark_hf.training.new_drafter import choose_draft_vocabulary, choose_mask_token
+from dspark_hf.training.new_drafter import choose_draft_vocabulary, choose_mask_token, with_draft_vocabulary
 from dspark_hf.training.new_drafter import new_drafter as new_drafter_for
 from dspark_hf.training.objective import ObjectiveWeights
 from dspark_hf.training.responses import Response, ResponseDataset, collate, read_responses, split_held_out
@@ -474,6 +474,49 @@ def test_a_new_drafter_with_a_draft_vocabulary_has_the_targets_rows(tmp_path):
     assert torch.equal(drafter.to_target_ids(torch.arange(4)), ids)
     drafter.save_pretrained(tmp_path)
     assert torch.equal(DSparkDrafter.from_pretrained(tmp_path).d2t, drafter.d2t)
+
+
+@pytest.mark.parametrize("before", ["all ids", "other ids", "borrowed head"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_a_drafter_gets_another_draft_vocabulary(before, dtype, tmp_path):
+    own = {} if before == "borrowed head" else {"own_lm_head": True}
+    old = new_drafter(**own, **({"draft_vocab_size": 40} if before == "other ids" else {}))
+    if before == "other ids":
+        old.d2t.copy_(torch.arange(20, 60) - torch.arange(40))
+    old = old.to(dtype).eval()
+    old.generation_config.num_assistant_tokens = 2
+    ids = torch.arange(10, 85, 3)
+    new = with_draft_vocabulary(old, target(), ids)
+    assert (new.dtype, new.generation_config.num_assistant_tokens) == (dtype, 2)
+    new.save_pretrained(tmp_path)
+    new = DSparkDrafter.from_pretrained(tmp_path, dtype=dtype)
+    assert new.to_target_ids(torch.arange(len(ids))).tolist() == ids.tolist()
+    states = torch.randn(1, 3, old.config.hidden_size).to(dtype)
+    previous = torch.tensor([[4, 33, 90]])
+    logits = []
+    for one in (old, new):
+        borrowed = target().get_output_embeddings()
+        head = borrowed if one.lm_head is None else one.lm_head
+        latents = markov_latents(one, torch.randn(1, one.config.block_size, 32).to(dtype), previous[:, 0], previous)
+        logits.append(one.base_logits(states, head.to(dtype) if head is not borrowed else head).float())
+        logits[-1] += one.markov_head.markov_w2(latents).float()
+    old_ids = old.to_target_ids(torch.arange(old.config.draft_vocab_size)).tolist()
+    known = [i for i, token in enumerate(ids.tolist()) if token in old_ids]
+    assert (len(known) < len(ids)) == (before == "other ids")
+    theirs = [old_ids.index(token) for token in ids[known].tolist()]
+    torch.testing.assert_close(logits[1][..., known], logits[0][..., theirs], atol=0.02, rtol=0.02)
+    fresh = [i for i in range(len(ids)) if i not in known]
+    rows = target().get_output_embeddings().weight[ids[fresh]].to(dtype)
+    assert torch.equal(new.lm_head.weight[fresh], rows)
+    assert not new.markov_head.markov_w2.weight[fresh].any()
+    if dtype == torch.float32:
+        assert_lossless(target(), new, wrong_at=[None])
+
+
+def test_a_draft_vocabulary_of_another_target_is_refused():
+    with pytest.raises(ValueError, match="its draft vocabulary cannot come from this target"):
+        with_draft_vocabulary(new_drafter(), target(), torch.tensor([1, VOCAB]))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A drafter to start training from: its shape, its draft vocabulary, its first weights."""
 
+import copy
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -158,6 +159,48 @@ def new_drafter(
         if init_layer_ids is not None:
             _copy_layers(drafter, target, init_layer_ids)
     return drafter.to(target.device)
+
+
+@torch.no_grad()
+def with_draft_vocabulary(drafter: DSparkDrafter, target: Any, draft_ids: torch.Tensor) -> DSparkDrafter:
+    """The same drafter with other ids to propose, in the dtype of its weights.
+
+    What it has learned of an id stays; an id that it could not propose starts with the target's row of the head, and
+    without a Markov bias.
+
+    Args:
+        drafter: with the ids of its target (no vocabulary map between them).
+        target: the model that it drafts for.
+        draft_ids: ascending ids (see `choose_draft_vocabulary`).
+
+    Raises:
+        ValueError: the target's head has other sizes than the drafter's.
+    """
+    old = drafter.config
+    rows = target.get_output_embeddings().weight
+    if rows.shape[1] != old.hidden_size or int(draft_ids.max()) >= min(len(rows), old.vocab_size):
+        raise ValueError(
+            f"The target's head is {list(rows.shape)}, but the drafter is {old.hidden_size} wide and reads "
+            f"{old.vocab_size} ids: its draft vocabulary cannot come from this target."
+        )
+    config = DSparkConfig.from_dict({**old.to_dict(), "draft_vocab_size": len(draft_ids), "own_lm_head": True})
+    new: Any = DSparkDrafter(config)
+    new.to(drafter.device, drafter.dtype)
+    new.generation_config = copy.deepcopy(drafter.generation_config)
+    _initialise_heads(new, target, draft_ids)
+    ids = drafter.to_target_ids(torch.arange(old.draft_vocab_size, device=drafter.device)).cpu()
+    old_row = torch.full((old.vocab_size,), -1)
+    old_row[ids] = torch.arange(len(ids))
+    there = old_row[draft_ids]
+    known = there >= 0
+    ours, theirs = new.state_dict(), drafter.state_dict()
+    # A drafter without a head of its own proposes by the target's rows, as the new one does.
+    by_row = {"lm_head.weight", "markov_head.markov_w2.weight"} & theirs.keys()
+    for name in theirs.keys() - by_row - {"d2t"}:
+        ours[name].copy_(theirs[name])
+    for name in by_row:
+        ours[name][known] = theirs[name][there[known]]
+    return new
 
 
 def _initialise_heads(drafter: DSparkDrafter, target: Any, draft_ids: torch.Tensor | None) -> None:

@@ -16,7 +16,7 @@ from ..demo_weights import TARGET_ID, fetch_demo_target
 from ..figures import plot_training, require_matplotlib
 from ..modeling_dspark import DSparkDrafter
 from .arguments import DSparkTrainingArguments
-from .new_drafter import choose_draft_vocabulary, choose_mask_token, new_drafter
+from .new_drafter import choose_draft_vocabulary, choose_mask_token, new_drafter, with_draft_vocabulary
 from .responses import Response, read_responses, split_held_out
 from .target_features import CachedFeatures
 
@@ -65,7 +65,10 @@ class TrainSettings(DSparkTrainingArguments):
         default=None, metadata={"help": "default: a special token, or an id, that the data never use"}
     )
     draft_vocab_size: int | None = field(
-        default=None, metadata={"help": "ids that are proposed, the most frequent of the responses; default: all"}
+        default=None,
+        metadata={
+            "help": "ids that are proposed, the most frequent of the responses; default: all, or those of --drafter"
+        },
     )
     init_layer_ids: list[int] | None = field(
         default=None, metadata={"help": "layers of the target that draft layers start as; default: at random"}
@@ -81,7 +84,7 @@ class TrainSettings(DSparkTrainingArguments):
             raise ValueError("--data is missing: files with responses of the target (`dspark-hf data` writes them)")
         if self.held_out_every < 0:
             raise ValueError(f"--held-out-every is {self.held_out_every}, it must be 0 or more")
-        given = [name for name in (*_SHAPE, "draft_vocab_size", "init_layer_ids") if getattr(self, name, None)]
+        given = [name for name in (*_SHAPE, "init_layer_ids") if getattr(self, name, None)]
         if self.drafter is not None and given:
             raise ValueError(
                 f"--{given[0].replace('_', '-')} is of a new drafter, but --drafter names one to start from"
@@ -178,19 +181,20 @@ def _make_drafter(
     train_rows: Sequence[Response],
     report: Callable[[str], None],
 ) -> DSparkDrafter:
+    draft_ids = None
+    if settings.draft_vocab_size is not None:
+        vocab_size = target.config.get_text_config(decoder=True).vocab_size
+        always = id_list(target.generation_config.eos_token_id)
+        draft_ids = choose_draft_vocabulary(train_rows, settings.draft_vocab_size, vocab_size, always)
     if settings.drafter is not None:
-        return DSparkDrafter.from_pretrained(settings.drafter, dtype=torch.float32).to(target.device)
+        drafter = DSparkDrafter.from_pretrained(settings.drafter, dtype=torch.float32).to(target.device)
+        return drafter if draft_ids is None else with_draft_vocabulary(drafter, target, draft_ids)
     shape: dict[str, Any] = {"target_model_name_or_path": TARGET_ID} if settings.target is None else {}
     shape |= settings.shape
     if "mask_token_id" not in shape:
         special = AutoTokenizer.from_pretrained(settings.target or fetch_demo_target(report)).all_special_ids
         shape["mask_token_id"] = choose_mask_token(rows, target, special)
         report(f"Mask token: {shape['mask_token_id']}.")
-    draft_ids = None
-    if settings.draft_vocab_size is not None:
-        vocab_size = target.config.get_text_config(decoder=True).vocab_size
-        always = id_list(target.generation_config.eos_token_id)
-        draft_ids = choose_draft_vocabulary(train_rows, settings.draft_vocab_size, vocab_size, always)
     return new_drafter(
         target, draft_ids=draft_ids, init_layer_ids=settings.init_layer_ids, seed=settings.seed, **shape
     )
