@@ -1,7 +1,7 @@
 """The drafting half of a round, and the state that it needs for one call of `generate`."""
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -11,6 +11,7 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation import CandidateGenerator
 
+from .borrowing import embedding_of, head_of
 from .draft_cache import DraftCache
 from .modeling_dspark import DSparkDrafter
 from .policies import resolve_draft_length
@@ -150,7 +151,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._context = _WaitingContext(prompt_mask, num_rows, num_cached, self._device, self._dtype)
         self._report_confidence = report_confidence and drafter.confidence_head is not None
         self._embed = embedding_of(drafter, target)
-        self._lm_head = drafter.lm_head if drafter.lm_head is not None else target.get_output_embeddings()
+        self._lm_head = head_of(drafter, target)
         self._vocabulary = _DraftVocabulary(drafter, target, vocabulary_map, self._device)
         columns = self._vocabulary.columns if self._is_compact else None
         self._columns = None if columns is None else columns.to(target.device)
@@ -664,7 +665,7 @@ class _DraftVocabulary:
         self._readable = drafter.config.vocab_size
         # A borrowed head has the target's rows, a resized or padded vocabulary maybe more or fewer than the drafter's.
         self.num_rows = drafter.config.draft_vocab_size
-        if drafter.lm_head is None:
+        if drafter.lm_head is None and not drafter.config.has_reduced_vocabulary:
             self.num_rows = min(self.num_rows, self.target_size)
         rows = torch.arange(self.num_rows, device=device)
         draft_ids = drafter.to_target_ids(rows)
@@ -712,26 +713,3 @@ class _DraftVocabulary:
     def scatter(self, logits: torch.Tensor) -> torch.Tensor:
         """`[R, Vd]` logits to `[R, V]` over the target's vocabulary, -inf where the drafter has no row."""
         return spread_columns(self.compact(logits), self.columns, self.target_size, fill=float("-inf"))
-
-
-def embedding_of(drafter: DSparkDrafter, target: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Ids to block embeddings: the drafter's own table or the target's, scaled as the drafter was trained."""
-    module: Any = drafter.embed_tokens if drafter.embed_tokens is not None else target.get_input_embeddings()
-    scale = drafter.config.embedding_scale
-    weight = module.weight
-    # Raw rows where there are some to read: a weight may be packed, or be fetched only for the call (offloaded).
-    is_readable = isinstance(module, torch.nn.Embedding) and weight.is_floating_point() and not weight.is_meta
-
-    def embed(ids: torch.Tensor) -> torch.Tensor:
-        ids = ids if weight.is_meta else ids.to(weight.device)
-        if scale is None:
-            return module(ids)
-        if is_readable:
-            rows = torch.nn.functional.embedding(ids, weight)
-        else:
-            # Gemma's module scales by itself, which must not happen twice.
-            rows = module(ids) / getattr(module, "scalar_embed_scale", 1.0)
-        # The factor is rounded to the table's dtype first, as Gemma does.
-        return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype)
-
-    return embed

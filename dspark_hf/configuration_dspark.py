@@ -60,7 +60,7 @@ class DSparkConfig(PreTrainedConfig):
 
     Embedding and head:
         own_embed_tokens, own_lm_head (`bool`): whether the checkpoint has its own; otherwise the target's are used,
-            without a copy.
+            without a copy; of its head the rows of the draft vocabulary.
         embedding_scale (`float`, *optional*): factor on raw embedding rows. `None`: what the target's embedding
             module gives, its own scaling included.
         logits_multiplier (`float`), final_logit_softcapping (`float`, *optional*): applied to the base logits, in
@@ -199,11 +199,6 @@ class DSparkConfig(PreTrainedConfig):
             )
         if self.backbone not in BACKBONES:
             raise ValueError(f"`backbone` must be one of {', '.join(BACKBONES)}, got {self.backbone!r}.")
-        if self.has_reduced_vocabulary and not self.own_lm_head:
-            raise ValueError(
-                f"`draft_vocab_size` ({self.draft_vocab_size}) is smaller than `vocab_size` ({self.vocab_size}): such "
-                "a drafter needs its own head, but `own_lm_head` is false."
-            )
         borrows = [name for name in ("own_embed_tokens", "own_lm_head") if not getattr(self, name)]
         if borrows and self.hidden_size != self.target_hidden_size:
             raise ValueError(

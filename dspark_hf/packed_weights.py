@@ -72,7 +72,7 @@ class _Packed:
     def __init__(self, weight: torch.Tensor):
         with torch.no_grad():
             self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _TYPICAL_NUM_ROWS)
-        self._origin = _identity(weight)
+        self._origin = weight_identity(weight)
 
     def serves(self, weight: torch.Tensor, input: torch.Tensor) -> bool:
         return (
@@ -80,14 +80,15 @@ class _Packed:
             and input.dtype is weight.dtype
             and input.is_cpu
             and not torch.is_autocast_enabled("cpu")
-            and self._origin == _identity(weight)
+            and self._origin == weight_identity(weight)
         )
 
 
 _packed: WeakKeyDictionary[nn.Module, _Packed] = WeakKeyDictionary()
 
 
-def _identity(weight: torch.Tensor) -> tuple[Any, ...]:
+def weight_identity(weight: torch.Tensor) -> tuple[Any, ...]:
+    """Tells whether a weight is still the one that was copied."""
     # Tensors made in inference mode count no versions; they cannot be changed outside of it either.
     return weight.data_ptr(), None if weight.is_inference() else weight._version
 

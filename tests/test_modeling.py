@@ -665,7 +665,6 @@ class TestRejectedConfigs:
             ({"target_layer_ids": [0, 0]}, "must be ascending"),
             ({"target_layer_ids": [-2, 0]}, "must be -1"),
             ({"target_layer_ids": [0, 3]}, "must stay below the last decoder layer"),
-            ({"draft_vocab_size": 50}, "needs its own head"),
             ({"draft_vocab_size": VOCAB + 1, "own_lm_head": True}, "cannot exceed `vocab_size`"),
             ({"hidden_size": 16, "target_hidden_size": 32}, "must equal `target_hidden_size`"),
             ({"layer_types": ["sliding_attention"] * 2}, "`sliding_window` is not set"),

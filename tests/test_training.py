@@ -15,6 +15,7 @@ from kit import FAMILIES, VOCAB, assert_lossless, hooks_of, inputs, new_drafter,
 from transformers import TrainerCallback
 
 from dspark_hf import DSparkCandidateGenerator, DSparkDrafter
+from dspark_hf.borrowing import head_of
 from dspark_hf.figures import plot_training
 from dspark_hf.training import objective
 from dspark_hf.training.arguments import DSparkTrainingArguments
@@ -469,8 +470,12 @@ def test_draft_layers_start_as_layers_of_the_target(family):
 
 def test_a_new_drafter_with_a_draft_vocabulary_has_the_targets_rows(tmp_path):
     ids = torch.tensor([3, 4, 50, 96])
-    drafter = new_drafter_for(target(), draft_ids=ids, num_hidden_layers=1, mask_token_id=96, block_size=4)
-    assert torch.equal(drafter.lm_head.weight, target().lm_head.weight[ids])
+    shape = {"draft_ids": ids, "num_hidden_layers": 1, "mask_token_id": 96, "block_size": 4}
+    own = new_drafter_for(target(), own_lm_head=True, **shape)
+    assert torch.equal(own.lm_head.weight, target().lm_head.weight[ids])
+    drafter = new_drafter_for(target(), **shape)
+    assert drafter.lm_head is None
+    assert torch.equal(head_of(drafter, target()).weight, target().lm_head.weight[ids])
     assert torch.equal(drafter.to_target_ids(torch.arange(4)), ids)
     drafter.save_pretrained(tmp_path)
     assert torch.equal(DSparkDrafter.from_pretrained(tmp_path).d2t, drafter.d2t)
@@ -496,10 +501,8 @@ def test_a_drafter_gets_another_draft_vocabulary(before, dtype, tmp_path):
     previous = torch.tensor([[4, 33, 90]])
     logits = []
     for one in (old, new):
-        borrowed = target().get_output_embeddings()
-        head = borrowed if one.lm_head is None else one.lm_head
         latents = markov_latents(one, torch.randn(1, one.config.block_size, 32).to(dtype), previous[:, 0], previous)
-        logits.append(one.base_logits(states, head.to(dtype) if head is not borrowed else head).float())
+        logits.append(one.base_logits(states, head_of(one, target())).float())
         logits[-1] += one.markov_head.markov_w2(latents).float()
     old_ids = old.to_target_ids(torch.arange(old.config.draft_vocab_size)).tolist()
     known = [i for i, token in enumerate(ids.tolist()) if token in old_ids]
@@ -507,11 +510,20 @@ def test_a_drafter_gets_another_draft_vocabulary(before, dtype, tmp_path):
     theirs = [old_ids.index(token) for token in ids[known].tolist()]
     torch.testing.assert_close(logits[1][..., known], logits[0][..., theirs], atol=0.02, rtol=0.02)
     fresh = [i for i in range(len(ids)) if i not in known]
-    rows = target().get_output_embeddings().weight[ids[fresh]].to(dtype)
-    assert torch.equal(new.lm_head.weight[fresh], rows)
+    rows = target().get_output_embeddings().weight[ids[fresh]]
+    assert torch.equal(head_of(new, target()).weight[fresh], rows.to(dtype) if new.lm_head is not None else rows)
     assert not new.markov_head.markov_w2.weight[fresh].any()
     if dtype == torch.float32:
         assert_lossless(target(), new, wrong_at=[None])
+
+
+@torch.no_grad()
+def test_a_head_that_is_the_targets_is_borrowed_with_other_ids():
+    old = new_drafter(own_lm_head=True, draft_vocab_size=40)
+    old.lm_head.weight.copy_(target().lm_head.weight[:40])
+    assert with_draft_vocabulary(old, target(), torch.tensor([3, 50])).lm_head is None
+    old.lm_head.weight[7, 7] += 1
+    assert with_draft_vocabulary(old, target(), torch.tensor([3, 50])).lm_head is not None
 
 
 def test_a_draft_vocabulary_of_another_target_is_refused():

@@ -27,7 +27,9 @@ class DSparkTrainingArguments(TrainingArguments):
     temperature: float = field(
         default=1.0, metadata={"help": "of the decoding to train for: low for greedy, 1 for plain sampling"}
     )
-    train_lm_head: bool = field(default=False, metadata={"help": "train the drafter's own head, where it has one"})
+    train_lm_head: bool = field(
+        default=False, metadata={"help": "train the drafter's own head, where it has one; a new drafter gets one"}
+    )
     train_embed_tokens: bool = field(
         default=False, metadata={"help": "train the drafter's own embedding, where it has one"}
     )

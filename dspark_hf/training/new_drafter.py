@@ -129,8 +129,8 @@ def new_drafter(
 ) -> DSparkDrafter:
     """A drafter in float32 that is ready to be trained.
 
-    Embedding and head are the target's; with a draft vocabulary the head is the drafter's own, and starts as the
-    target's rows.
+    Embedding and head are the target's. With `own_lm_head` the head is the drafter's own, and starts as the target's
+    rows.
 
     Args:
         target: the model to draft for.
@@ -148,7 +148,7 @@ def new_drafter(
         bias = decoder_layers(target)[0].self_attn
         fields.setdefault("attention_bias", getattr(getattr(bias, "q_proj", None), "bias", None) is not None)
     if draft_ids is not None:
-        fields.update(draft_vocab_size=len(draft_ids), own_lm_head=True)
+        fields["draft_vocab_size"] = len(draft_ids)
     config = drafter_config(target, **fields)
     devices = [] if target.device.type == "cpu" else [target.device]
     with torch.random.fork_rng(devices):
@@ -166,7 +166,7 @@ def with_draft_vocabulary(drafter: DSparkDrafter, target: Any, draft_ids: torch.
     """The same drafter with other ids to propose, in the dtype of its weights.
 
     What it has learned of an id stays; an id that it could not propose starts with the target's row of the head, and
-    without a Markov bias.
+    without a Markov bias. A head of its own that is the target's in every row is borrowed from then on.
 
     Args:
         drafter: with the ids of its target (no vocabulary map between them).
@@ -183,20 +183,22 @@ def with_draft_vocabulary(drafter: DSparkDrafter, target: Any, draft_ids: torch.
             f"The target's head is {list(rows.shape)}, but the drafter is {old.hidden_size} wide and reads "
             f"{old.vocab_size} ids: its draft vocabulary cannot come from this target."
         )
-    config = DSparkConfig.from_dict({**old.to_dict(), "draft_vocab_size": len(draft_ids), "own_lm_head": True})
+    ids = drafter.to_target_ids(torch.arange(old.draft_vocab_size, device=drafter.device))
+    is_own = drafter.lm_head is not None and not torch.equal(
+        drafter.lm_head.weight, rows[ids.to(rows.device).clamp(max=len(rows) - 1)].to(drafter.lm_head.weight)
+    )
+    config = DSparkConfig.from_dict({**old.to_dict(), "draft_vocab_size": len(draft_ids), "own_lm_head": is_own})
     new: Any = DSparkDrafter(config)
     new.to(drafter.device, drafter.dtype)
     new.generation_config = copy.deepcopy(drafter.generation_config)
     _initialise_heads(new, target, draft_ids)
-    ids = drafter.to_target_ids(torch.arange(old.draft_vocab_size, device=drafter.device)).cpu()
     old_row = torch.full((old.vocab_size,), -1)
-    old_row[ids] = torch.arange(len(ids))
+    old_row[ids.cpu()] = torch.arange(len(ids))
     there = old_row[draft_ids]
     known = there >= 0
     ours, theirs = new.state_dict(), drafter.state_dict()
-    # A drafter without a head of its own proposes by the target's rows, as the new one does.
-    by_row = {"lm_head.weight", "markov_head.markov_w2.weight"} & theirs.keys()
-    for name in theirs.keys() - by_row - {"d2t"}:
+    by_row = {"lm_head.weight", "markov_head.markov_w2.weight"} & ours.keys()
+    for name in ours.keys() - by_row - {"d2t"}:
         ours[name].copy_(theirs[name])
     for name in by_row:
         ours[name][known] = theirs[name][there[known]]

@@ -191,6 +191,8 @@ def _make_drafter(
         return drafter if draft_ids is None else with_draft_vocabulary(drafter, target, draft_ids)
     shape: dict[str, Any] = {"target_model_name_or_path": TARGET_ID} if settings.target is None else {}
     shape |= settings.shape
+    if settings.train_lm_head:
+        shape["own_lm_head"] = True
     if "mask_token_id" not in shape:
         special = AutoTokenizer.from_pretrained(settings.target or fetch_demo_target(report)).all_special_ids
         shape["mask_token_id"] = choose_mask_token(rows, target, special)

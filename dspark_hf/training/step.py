@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..candidate_generator import embedding_of
+from ..borrowing import embedding_of, head_of
 from ..modeling_dspark import DSparkDrafter
 from .blocks import DraftPositions, draft_positions, markov_latents, run_blocks
 from .objective import ObjectiveWeights, Supervision, distribution_loss
@@ -56,7 +56,7 @@ class TrainingStep(nn.Module):
         # The target's table is not trained, whether or not somebody froze it.
         self._embed = embed if drafter.embed_tokens is not None else torch.no_grad()(embed)
         # In a tuple: a module here would become part of what is trained, saved and moved.
-        self._borrowed_head = (target.get_output_embeddings(),)
+        self._borrowed_head = (head_of(drafter, target),)
         ids = drafter.to_target_ids(torch.arange(config.draft_vocab_size, device=drafter.device))
         if int(ids.max()) >= self._target_head.vocab_size or config.vocab_size < self._target_head.vocab_size:
             raise ValueError(
