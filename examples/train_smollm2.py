@@ -1,58 +1,79 @@
-"""Train a drafter for SmolLM2-135M-Instruct from its responses, on a CPU, and let it draft.
+"""The demo's drafter, from nothing but its target: prompts, the target's responses, training.
 
-python examples/train_smollm2.py responses.jsonl.gz
-python examples/train_smollm2.py responses.jsonl.gz --minutes 10 --from-demo
+python examples/train_smollm2.py
+python examples/train_smollm2.py --num-prompts 600 --minutes 20 --data more-responses.jsonl.gz
 
-The responses are JSON lines with `prompt_ids` and `response_ids`. The same run as a command:
+On a 2-core CPU the defaults take about three hours; a run that was interrupted goes on where it was. Compare with the
+drafter of the package afterwards:
 
-dspark-hf train --data responses.jsonl.gz --output-dir smollm2-drafter --max-seconds 2700 --bf16 True \\
-    --feature-cache smollm2-drafter/features --block-size 6 --markov-rank 64 --draft-vocab-size 8192 \\
-    --init-layer-ids 28 29 --target-layer-ids 1 7 13 20 26
+dspark-hf eval --drafter smollm2-drafter/bfloat16 --prompts held-out.jsonl
 """
 
 import argparse
+import json
+from itertools import islice
 from pathlib import Path
 
 import torch
+from template_prompts import prompts
 
 from dspark_hf import DSparkDrafter
+from dspark_hf.data import DataSettings, run_data
 from dspark_hf.demo_weights import DRAFTER_FOLDER
 from dspark_hf.training.run import TrainSettings, run_training
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("data", nargs="+", help="JSON lines with prompt_ids and response_ids")
 parser.add_argument("--output-dir", default="smollm2-drafter")
-parser.add_argument("--minutes", type=float, default=45.0, help="of training")
-parser.add_argument("--from-demo", action="store_true", help="go on with the demo's drafter instead of a new one")
+parser.add_argument("--num-prompts", type=int, default=5400, help="made by template; 0: only --data")
+parser.add_argument("--max-new-tokens", type=int, default=200, help="of a response")
+parser.add_argument("--data", nargs="*", default=[], help="files with more responses")
+parser.add_argument("--exclude", nargs="*", default=[], help="files of prompts that must not be learned from")
+parser.add_argument("--minutes", type=float, default=75.0, help="of training")
+parser.add_argument("--new", action="store_true", help="a new drafter; default: go on with the package's")
 arguments = parser.parse_args()
 
-new = {
-    "block_size": 6,
-    "markov_rank": 64,
-    "draft_vocab_size": 8192,
-    # The last two of 30 layers; features from all over the depth.
-    "init_layer_ids": [28, 29],
-    "target_layer_ids": [1, 7, 13, 20, 26],
-}
+folder = Path(arguments.output_dir)
+folder.mkdir(parents=True, exist_ok=True)
+data = [*arguments.data]
+if arguments.num_prompts:
+    rows = islice(prompts(), arguments.num_prompts)
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    responses = DataSettings(
+        prompts=[str(folder / "prompts.jsonl")],
+        exclude=arguments.exclude or None,
+        output=str(folder / "responses.jsonl"),
+        max_new_tokens=arguments.max_new_tokens,
+        dtype="bfloat16",
+        batch_size=96,
+    )
+    data.append(str(run_data(responses)))
+
+# A chat needs many words: with 8,192 ids, every eighth token of the target could not be drafted.
+shape = {"draft_vocab_size": 16384}
+if arguments.new:
+    # The last two of 30 layers to start from; features from all over the depth.
+    shape |= {"block_size": 6, "markov_rank": 64, "init_layer_ids": [28, 29], "target_layer_ids": [1, 7, 13, 20, 26]}
+else:
+    shape |= {"drafter": str(DRAFTER_FOLDER)}
 run_training(
     TrainSettings(
-        output_dir=arguments.output_dir,
-        data=arguments.data,
+        output_dir=str(folder),
+        data=data,
         max_seconds=60 * arguments.minutes,
         # The target runs once for each text; its states are kept for the next epochs and the next run.
-        feature_cache=str(Path(arguments.output_dir) / "features"),
+        feature_cache=str(folder / "features"),
         bf16=True,
         per_device_train_batch_size=4,
-        num_anchors=32,
-        learning_rate=6e-4,
+        num_anchors=64,
+        learning_rate=6e-4 if arguments.new else 4e-4,
         # The demo decodes greedily: the text itself counts for more than in the paper.
         cross_entropy_weight=1.0,
         save_strategy="steps",
         save_steps=100,
-        **({"drafter": str(DRAFTER_FOLDER)} if arguments.from_demo else new),
+        **shape,
     )
 )
 # Half precision for use: half the size, and faster.
-drafter = DSparkDrafter.from_pretrained(arguments.output_dir, dtype=torch.bfloat16)
-drafter.save_pretrained(Path(arguments.output_dir) / "bfloat16")
-print("wrote", Path(arguments.output_dir) / "bfloat16")
+drafter = DSparkDrafter.from_pretrained(folder, dtype=torch.bfloat16)
+drafter.save_pretrained(folder / "bfloat16")
+print("wrote", folder / "bfloat16")

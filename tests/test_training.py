@@ -653,3 +653,18 @@ def test_the_command_from_files_to_a_drafter(algorithm, tmp_path, capsys):
     assert f"Going on from {tmp_path}/drafter/checkpoint-4." in lines
     for name, tensor in drafter.state_dict().items():
         assert torch.equal(again.drafter.state_dict()[name], tensor), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [[], ["--new"]], ids=["from the package's drafter", "new"])
+def test_the_example_makes_a_drafter_from_its_target_alone(start, tmp_path):
+    script = Path(__file__).parents[1] / "examples" / "train_smollm2.py"
+    settings = ["--output-dir", str(tmp_path), "--num-prompts", "6", "--max-new-tokens", "24", "--minutes", "0.2"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, str(script), *settings, *start], check=True, env=environment, timeout=600)
+    folder = tmp_path / "bfloat16"
+    drafter = DSparkDrafter.from_pretrained(folder)
+    assert (drafter.lm_head, drafter.dtype) == (None, torch.bfloat16)
+    assert drafter.config.draft_vocab_size == 16384
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 40e6
+    assert json.loads((tmp_path / "trainer_state.json").read_text())["log_history"][-1]["draft_tokens"] > 0
