@@ -22,12 +22,13 @@ from .comparison import (
     target_name,
     timed_generate,
 )
+from .policies import SCHEDULES
 from .prompt_files import read_prompts
 from .reports import STANDARD_OUTPUT, console_for, json_field, write_json
 
 _LEAVE, _START_OVER = "/exit", "/new"
 # What is handed to `generate` where it is given; the model's own settings otherwise.
-_OPTIONS = ("do_sample", "temperature", "top_p", "top_k", "repetition_penalty")
+_OPTIONS = ("do_sample", "temperature", "top_p", "top_k", "repetition_penalty", "num_assistant_tokens_schedule")
 
 
 @dataclass
@@ -56,7 +57,13 @@ class GenerateSettings(PairSettings):
     top_p: float | None = field(default=None, metadata={"help": "of sampling; default: the model's"})
     top_k: int | None = field(default=None, metadata={"help": "of sampling; default: the model's"})
     repetition_penalty: float | None = field(default=None, metadata={"help": "default: the model's"})
-    seed: int | None = field(default=None, metadata={"help": "of sampling; default: another one each time"})
+    seed: int | None = field(
+        default=None,
+        metadata={"help": "of sampling; gives the same text again with a schedule without a clock (constant)"},
+    )
+    num_assistant_tokens_schedule: str | None = field(
+        default=None, metadata={"help": f"any of {', '.join(SCHEDULES)}; default: the drafter's own, or auto"}
+    )
     stream: bool = field(default=True, metadata={"help": "print the text as it comes"})
     json: str | None = json_field()
 
@@ -66,6 +73,9 @@ class GenerateSettings(PairSettings):
         check_folders(self, "json")
         # A streamer writes to standard output.
         self.stream = self.stream and self.json != STANDARD_OUTPUT
+        if self.num_assistant_tokens_schedule not in (None, *SCHEDULES):
+            name = self.num_assistant_tokens_schedule
+            raise ValueError(f"--num-assistant-tokens-schedule is {name}, expected one of {', '.join(SCHEDULES)}")
         if self.prompt is not None and self.file is not None:
             raise ValueError("--file and a prompt exclude each other")
         if self.file is not None and not Path(self.file).is_file():
@@ -127,7 +137,7 @@ def run_generate(settings: GenerateSettings, console: Console | None = None) -> 
     console = console or console_for(settings.json)
     pair = load_pair(settings, report=lambda line: console.print(line, style="dim", markup=False, highlight=False))
     names = {"target": target_name(pair.target, settings), "drafter": drafter_name(settings)}
-    console.print("target {target}, drafter {drafter}".format(**names), style="dim", highlight=False)
+    console.print("target {target}, drafter {drafter}".format(**names), style="dim", markup=False, highlight=False)
     if settings.seed is not None:
         torch.manual_seed(settings.seed)
     chat = Chat(pair, settings, console)

@@ -23,8 +23,6 @@ from .reports import console_for, json_field, write_json
 
 _WIDTH = 140
 _LAYER = re.compile(r"^layers\.(\d+)\.")
-# Bytes of a value, by the names that safetensors has for dtypes.
-_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
 
 @dataclass
@@ -54,7 +52,9 @@ class Tensor:
 
     @property
     def num_bytes(self) -> int:
-        return prod(self.shape) * _BYTES.get(self.dtype, 0)
+        # Every name but BOOL says how many bits a value has.
+        bits = re.search(r"\d+", self.dtype)
+        return prod(self.shape) * (int(bits[0]) if bits else 8) // 8
 
 
 def run_inspect(settings: InspectSettings) -> dict[str, Any]:

@@ -78,7 +78,9 @@ class TestFile:
     def test_only_what_tests_open_is_called_tested(self):
         assert [pair.location for pair in known_pairs() if pair.status == TESTED] == [DRAFTER_FOLDER]
         assert find_drafter(TARGET_ID).pair.location == DRAFTER_FOLDER
-        assert DSparkDrafter.from_pretrained(DRAFTER_FOLDER).config.target_model_name_or_path == TARGET_ID
+        config = DSparkDrafter.from_pretrained(DRAFTER_FOLDER).config
+        assert config.target_model_name_or_path == TARGET_ID
+        assert config.source_format.startswith(find_drafter(TARGET_ID).pair.format)
 
     def test_a_supported_format_is_one_that_a_fixture_has(self):
         written_by = {
