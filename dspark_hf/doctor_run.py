@@ -97,10 +97,12 @@ def devices() -> list[torch.device]:
 
 def _versions() -> Iterator[Finding]:
     yield Finding("python", OK, f"{platform.python_version()} on {platform.system()} {platform.machine()}")
-    yield Finding(_PACKAGE, OK, __version__)
     requirements = _requirements()
-    if not requirements:
-        yield Finding(_PACKAGE, NOTE, "not installed as a package: versions are not compared with what it needs")
+    if requirements:
+        yield Finding(_PACKAGE, OK, __version__)
+    else:
+        text = f"{__version__}, not installed as a package: versions are not compared with what it needs"
+        yield Finding(_PACKAGE, NOTE, text)
     for name in _PACKAGES:
         version, needed = _version_of(name), requirements.get(name)
         if version is None:
@@ -228,6 +230,6 @@ def _conflicts() -> Iterator[Finding]:
         yield Finding("generate", NOTE, text)
     if not CHUNKS_PART_FILLED_CACHE:
         text = "before 5.24, `prefill_chunk_size` on a part-filled cache gives wrong text: refused with a drafter"
-        yield Finding("transformers", NOTE, text)
+        yield Finding("prefill", NOTE, text)
     if torch.get_num_threads() == 1 and (os.cpu_count() or 1) > 1:
         yield Finding("threads", NOTE, "torch uses one thread: see OMP_NUM_THREADS and `torch.set_num_threads`")

@@ -509,7 +509,7 @@ class DSparkDrafter(PreTrainedModel):
         """
         location = {name: kwargs[name] for name in _TARGET_HUB_ARGUMENTS if name in kwargs}
         match = find_drafter(target, **location)
-        if isinstance(target, PreTrainedModel):
+        if isinstance(target, PreTrainedModel) and target.device.type != "meta":  # offloaded
             kwargs = {"dtype": target.dtype, "device_map": target.device, **kwargs}
         loaded = cls.from_pretrained(match.pair.location, **kwargs)
         match.confirm(target, (loaded[0] if isinstance(loaded, tuple) else loaded).config, **location)

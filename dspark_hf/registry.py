@@ -32,6 +32,7 @@ PAIRS_FILE = Path(__file__).parent / "known_pairs.yaml"
 DRAFTERS_FOLDER = Path(__file__).parent / "drafters"
 TESTED, SUPPORTED, NOT_YET = STATUSES = ("tested here", "format supported", "not supported yet")
 
+_WATCH = "a drafter learns one model's way of writing, and τ shows whether it fits."
 # How many models are looked at, from a copy to what it was made from.
 _MOST_STEPS = 8
 _HUB_TIMEOUT_SECONDS = 5.0
@@ -116,9 +117,6 @@ def find_drafter(target: str | os.PathLike | PreTrainedModel | PreTrainedConfig,
             found = " ".join(f"{pair.drafter} cannot be used for {name} yet: {pair.reason}." for pair in pairs)
             raise UnknownTargetError(name, found)
     raise UnknownTargetError(name, "" if name else "This model has no name by which a drafter could be known.")
-
-
-_WATCH = "a drafter learns one model's way of writing, and τ shows whether it fits."
 
 
 def _name_of(target: Any) -> str:
