@@ -1,8 +1,8 @@
 """Which drafter goes with which target: the pairs of `known_pairs.yaml`, and how a target is recognised.
 
 A target is recognised by its id, by its name without marks of quantization, by the name of its folder, and by the
-model that its `config.json` or its card say it was made from. All but the first are guesses: they are said aloud where
-the target may write differently, and the configs of target and drafter decide ([`~dspark_hf.check_alignment`]).
+model that its `config.json` or its card say it was made from. All but the first are guesses: those that may be another
+model are said aloud, and the configs of target and drafter decide ([`~dspark_hf.check_alignment`]).
 """
 
 import json
@@ -63,7 +63,7 @@ class Match:
     """The pair that was found for a target.
 
     Attributes:
-        remark: why this may be the wrong one; `None` where the target itself is in the file.
+        remark: why this may be the wrong one; `None` for a target of the file and its quantized copies.
     """
 
     pair: KnownPair
@@ -112,11 +112,20 @@ def find_drafter(target: str | os.PathLike | PreTrainedModel | PreTrainedConfig,
         pairs = [pair for pair in known_pairs() if model_name(pair.target) == model_name(candidate)]
         usable = next((pair for pair in pairs if pair.status != NOT_YET), None)
         if usable is not None:
+            remark = remark or _namesake(candidate, usable.target)
             return Match(usable, remark and f"{remark}, so the drafter {usable.drafter} is taken: {_WATCH}")
         if pairs:
             found = " ".join(f"{pair.drafter} cannot be used for {name} yet: {pair.reason}." for pair in pairs)
             raise UnknownTargetError(name, found)
     raise UnknownTargetError(name, "" if name else "This model has no name by which a drafter could be known.")
+
+
+def _namesake(name: str, target: str) -> str | None:
+    """What makes a repository a guess that is called like a target, without a mark of quantization."""
+    is_namesake = (
+        name.rpartition("/")[2].lower() == target.rpartition("/")[2].lower() and name.lower() != target.lower()
+    )
+    return f"{name} is called like {target}" if is_namesake else None
 
 
 def _name_of(target: Any) -> str:

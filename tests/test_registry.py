@@ -166,6 +166,11 @@ class TestRecognising:
         assert match.remark is None
         assert no_hub == []
 
+    def test_a_namesake_is_a_guess(self):
+        match = find_drafter("someone/qwen3-4b")
+        assert match.pair.target == "Qwen/Qwen3-4B"
+        assert "someone/qwen3-4b is called like Qwen/Qwen3-4B, so the drafter" in match.remark
+
     @pytest.mark.parametrize("name", ["Qwen/Qwen3-4B-Base", "Qwen/Qwen3-40B", "someone/Qwen3-4B-merged", "Qwen3"])
     def test_other_models_are_no_copies(self, name, no_hub):
         with pytest.raises(UnknownTargetError) as caught:
