@@ -122,10 +122,8 @@ def find_drafter(target: str | os.PathLike | PreTrainedModel | PreTrainedConfig,
 
 def _namesake(name: str, target: str) -> str | None:
     """What makes a repository a guess that is called like a target, without a mark of quantization."""
-    is_namesake = (
-        name.rpartition("/")[2].lower() == target.rpartition("/")[2].lower() and name.lower() != target.lower()
-    )
-    return f"{name} is called like {target}" if is_namesake else None
+    theirs, known = (each.lower().rpartition("/")[2] for each in (name, target))
+    return f"{name} is called like {target}" if theirs == known and name.lower() != target.lower() else None
 
 
 def _name_of(target: Any) -> str:
