@@ -48,7 +48,9 @@ _TRANSLATE = (
 )
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 _QUANTIZATION = re.compile(
-    r"([-_.](awq|gptq|bnb|gguf|fp8|mxfp4|nvfp4|int[48]|w[48]a(8|16)|[48]bit|quantized))+$", re.IGNORECASE
+    r"([-_.](awq|gptq|bnb|hqq|gguf|mlx|unsloth|exl[23]|autoround|quantized|dynamic|fp8|mxfp[48]|nvfp4|int[248]|"
+    r"w[248]a(4|8|16)|[23468]-?bit|i?q[2-8](_[0-9k](_[sml])?)?|bf16|f16))+$",
+    re.IGNORECASE,
 )
 
 
@@ -186,6 +188,11 @@ def check_alignment(
     return report
 
 
+def model_name(hub_name: str) -> str:
+    """The name without its owner and without marks of quantization, which drafters survive; in lower case."""
+    return _QUANTIZATION.sub("", hub_name.rpartition("/")[2]).lower()
+
+
 # Configs
 
 
@@ -303,7 +310,7 @@ def _check_names(target_name: str | None, trained_with: str | None) -> Iterator[
         return
     if not (_is_hub_name(target_name) and _is_hub_name(trained_with)):
         return
-    if _model_name(target_name) != _model_name(trained_with):
+    if model_name(target_name) != model_name(trained_with):
         yield Finding(
             WILL_RUN_BADLY,
             "the name of the target",
@@ -315,11 +322,6 @@ def _check_names(target_name: str | None, trained_with: str | None) -> Iterator[
 
 def _is_hub_name(name: str) -> bool:
     return _HUB_NAME.fullmatch(name) is not None and not os.path.isdir(name)
-
-
-def _model_name(hub_name: str) -> str:
-    """The name without its owner and without marks of quantization, which drafters survive."""
-    return _QUANTIZATION.sub("", hub_name.rpartition("/")[2]).lower()
 
 
 # Tokenizers

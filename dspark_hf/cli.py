@@ -1,13 +1,16 @@
 """The command `dspark-hf`. The options of a subcommand are the fields of its settings class, defaults included."""
 
 import argparse
+import copy
 import dataclasses
 import json
 import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -22,9 +25,14 @@ from .calibration_run import CalibrationSettings, run_calibration
 from .comparison import PairSettings, load_pair
 from .data import DataSettings, run_data
 from .demo import DemoSettings, run_demo
+from .doctor_run import DoctorSettings, run_doctor
+from .drafters_run import DraftersSettings, run_drafters
 from .errors import DSparkError
 from .evaluation import EvaluationSettings, run_evaluation
+from .generate_run import GenerateSettings, run_generate
+from .inspect_run import InspectSettings, run_inspect
 from .profile_run import ProfileSettings, run_profile
+from .reports import console_for, json_field, write_json
 from .training.run import TrainSettings, run_training
 
 
@@ -32,10 +40,14 @@ from .training.run import TrainSettings, run_training
 class CheckSettings(PairSettings):
     """Check whether a drafter may draft for a target, and whether it will do so well."""
 
+    json: str | None = json_field()
+
 
 @dataclass
 class VersionSettings:
     """Print the versions to include in a bug report."""
+
+    json: str | None = json_field()
 
 
 def _demo(settings: DemoSettings) -> int:
@@ -77,22 +89,54 @@ def _eval(settings: EvaluationSettings) -> int:
     return 0 if all(difference["within_rounding"] for difference in report["differences"]) else 1
 
 
-def _check(settings: CheckSettings) -> int:
-    pair = load_pair(settings)
-    print(check_alignment(pair.target, pair.drafter, target_tokenizer=pair.tokenizer))
+def _generate(settings: GenerateSettings) -> int:
+    run_generate(settings)
     return 0
 
 
+def _drafters(settings: DraftersSettings) -> int:
+    run_drafters(settings)
+    return 0
+
+
+def _doctor(settings: DoctorSettings) -> int:
+    return 0 if run_doctor(settings) else 1
+
+
+def _inspect(settings: InspectSettings) -> int:
+    run_inspect(settings)
+    return 0
+
+
+def _check(settings: CheckSettings) -> int:
+    say = partial(console_for(settings.json).print, markup=False, highlight=False, soft_wrap=True)
+    pair = load_pair(settings, say)
+    report = check_alignment(pair.target, pair.drafter, target_tokenizer=pair.tokenizer, raise_error=False)
+    say(str(report))
+    findings = [{name: str(value) for name, value in vars(finding).items()} for finding in report.findings]
+    write_json({"ok": report.ok, "findings": findings}, settings.json)
+    return 0 if report.ok else 1
+
+
 def _version(settings: VersionSettings) -> int:
-    print("dspark-hf", __version__)
-    print("transformers", transformers.__version__)
-    print("torch", torch.__version__)
-    print("python", platform.python_version())
+    versions = {
+        "dspark-hf": __version__,
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    for name, version in versions.items():
+        console_for(settings.json).print(name, version, highlight=False)
+    write_json(versions, settings.json)
     return 0
 
 
 COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "demo": (DemoSettings, _demo),
+    "generate": (GenerateSettings, _generate),
+    "drafters": (DraftersSettings, _drafters),
+    "doctor": (DoctorSettings, _doctor),
+    "inspect": (InspectSettings, _inspect),
     "bench": (BenchmarkSettings, _bench),
     "sweep": (SweepSettings, _sweep),
     "eval": (EvaluationSettings, _eval),
@@ -112,6 +156,17 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class _Parser(HfArgumentParser):
+    @staticmethod
+    def _parse_dataclass_field(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
+        """An option, and where the field is marked `positional`, also a word without the option's name."""
+        field = copy.copy(field)
+        metadata = dict(field.metadata)
+        if metadata.pop("positional", False):
+            parser.add_argument(field.name, nargs="?", default=argparse.SUPPRESS, help=metadata["help"])
+            metadata["help"] = f"the same as {field.name}"
+        field.metadata = MappingProxyType(metadata)
+        HfArgumentParser._parse_dataclass_field(parser, field)
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (--help lists the options)\n")
 

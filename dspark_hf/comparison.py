@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from .checkpoints import names_a_drafter, refuse_missing_folder
 from .demo_weights import DRAFTER_FOLDER, TARGET_ID, describe_demo_target, fetch_demo_target
 from .modeling_dspark import DSparkDrafter
+from .registry import find_drafter
 from .trace import TraceSummary
 
 # Greedy whatever the model's own generation_config asks for: two texts can be compared only without chance, and the
@@ -72,7 +73,7 @@ class PairSettings(TargetSettings):
     """Which pair to open, and how."""
 
     drafter: str | None = field(
-        default=None, metadata={"help": "drafter: hub id or folder; default: the one of this package"}
+        default=None, metadata={"help": "drafter: hub id or folder; default: the one that is known for the target"}
     )
 
 
@@ -150,9 +151,11 @@ def check_sources(settings: PairSettings) -> None:
     Raises:
         ValueError: this torch cannot use `--device`.
         OSError: a folder is not there, or a drafter stands in the target's place.
+        UnknownTargetError: no drafter is named, and none is known for the target.
     """
     check_target_source(settings)
     _check_source("--drafter", settings.drafter)
+    _drafter_location(settings)
 
 
 def check_target_source(settings: TargetSettings) -> None:
@@ -174,11 +177,11 @@ def load_target(
 
 
 def load_drafter(settings: PairSettings) -> DSparkDrafter:
-    """Opens the drafter that is named, or the one of this package."""
-    drafter = DSparkDrafter.from_pretrained(
-        settings.drafter or DRAFTER_FOLDER, dtype=getattr(torch, settings.dtype), device_map=resolve_device(settings)
-    )
-    return drafter.eval()
+    """Opens the drafter that is named, or the one that is known for the target."""
+    options = {"dtype": getattr(torch, settings.dtype), "device_map": resolve_device(settings)}
+    if settings.drafter is None and settings.target is not None:
+        return DSparkDrafter.for_target(settings.target, **options).eval()
+    return DSparkDrafter.from_pretrained(_drafter_location(settings), **options).eval()
 
 
 def target_name(target: PreTrainedModel, settings: TargetSettings) -> str:
@@ -188,7 +191,15 @@ def target_name(target: PreTrainedModel, settings: TargetSettings) -> str:
 
 def drafter_name(settings: PairSettings) -> str:
     """What the drafter is, without this machine's paths."""
-    return settings.drafter or f"dspark_hf/drafters/{DRAFTER_FOLDER.name}"
+    location = _drafter_location(settings)
+    return location if isinstance(location, str) else f"dspark_hf/drafters/{location.name}"
+
+
+def _drafter_location(settings: PairSettings) -> str | Path:
+    """The drafter that is named, the one that is known for the target, or the demo's."""
+    if settings.drafter is None and settings.target is not None:
+        return find_drafter(settings.target).pair.location
+    return settings.drafter or DRAFTER_FOLDER
 
 
 def _check_source(option: str, source: str | None) -> None:
@@ -227,11 +238,20 @@ def encode_prompt(pair: Pair, prompt: str) -> BatchEncoding:
     Raises:
         ValueError: nothing is left of the prompt.
     """
+    return encode_messages(pair, [{"role": "user", "content": prompt}])
+
+
+def encode_messages(pair: Pair, messages: list[dict[str, str]], **template_options: Any) -> BatchEncoding:
+    """A conversation as the target's inputs. Without a chat template it is the last message alone.
+
+    Raises:
+        ValueError: nothing is left of it.
+    """
     if pair.tokenizer.chat_template is None:
-        inputs = pair.tokenizer(prompt, return_tensors="pt")
+        inputs = pair.tokenizer(messages[-1]["content"], return_tensors="pt")
     else:
         inputs = pair.tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt", **template_options
         )
     if inputs["input_ids"].numel() == 0:
         # What transformers makes of a folder without tokenizer files: a tokenizer without tokens.
@@ -248,7 +268,13 @@ def timed_answer(
     streamer: BaseStreamer | None = None,
     **options: Any,
 ) -> Answer:
-    """Answers greedily, plain or with the drafter, and measures the wall time of the `generate` call.
+    """Answers greedily, as `timed_generate` does."""
+    options |= {**GREEDY, "max_new_tokens": max_new_tokens, "streamer": streamer}
+    return timed_generate(pair, inputs, with_drafter=with_drafter, **options)
+
+
+def timed_generate(pair: Pair, inputs: BatchEncoding, *, with_drafter: bool, **options: Any) -> Answer:
+    """Answers plain or with the drafter, and measures the wall time of the `generate` call.
 
     Args:
         inputs: one prompt, `input_ids` of shape (1, prompt length).
@@ -256,7 +282,6 @@ def timed_answer(
     """
     if with_drafter:
         options["assistant_model"] = pair.drafter
-    options |= {**GREEDY, "max_new_tokens": max_new_tokens, "streamer": streamer}
     with pair.drafter.trace() if with_drafter else nullcontext() as trace:
         start = time.perf_counter()
         output = pair.target.generate(**inputs, **options)  # type: ignore[operator]  # classes with a head have it

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -12,6 +13,7 @@ from .comparison import (
     Pair,
     PairSettings,
     Verdict,
+    check_folders,
     check_positive,
     drafter_name,
     encode_prompt,
@@ -22,6 +24,7 @@ from .comparison import (
     timed_answer,
     warm_up,
 )
+from .reports import STANDARD_OUTPUT, console_for, json_field, write_json
 
 PROMPTS = {
     "chat": "What are three good habits for learning a new language? Explain each one in a sentence or two.",
@@ -38,10 +41,14 @@ class DemoSettings(PairSettings):
     max_new_tokens: int = field(default=128, metadata={"help": "maximum number of new tokens per answer"})
     prompt: list[str] | None = field(default=None, metadata={"help": "your own prompts instead of the three"})
     stream: bool = field(default=True, metadata={"help": "print the answers as they come"})
+    json: str | None = json_field()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(self, "max_new_tokens")
+        check_folders(self, "json")
+        # A streamer writes to standard output.
+        self.stream = self.stream and self.json != STANDARD_OUTPUT
 
 
 @dataclass(frozen=True)
@@ -60,13 +67,15 @@ class Comparison:
 
 def run_demo(settings: DemoSettings, console: Console | None = None) -> bool:
     """Runs the demo and prints its table. Returns whether every text was equal up to rounding."""
-    console = console or Console()
+    console = console or console_for(settings.json)
     pair = load_pair(settings, report=partial(console.print, style="dim", markup=False, highlight=False))
     prompts = PROMPTS if settings.prompt is None else {f"prompt {i}": p for i, p in enumerate(settings.prompt, 1)}
-    console.print(f"target {target_name(pair.target, settings)}, drafter {drafter_name(settings)}", style="dim")
+    names = {"target": target_name(pair.target, settings), "drafter": drafter_name(settings)}
+    console.print("target {target}, drafter {drafter}".format(**names), style="dim")
     warm_up(pair, encode_prompt(pair, "Hello!"))
     comparisons = [_compare(pair, name, prompt, settings, console) for name, prompt in prompts.items()]
     console.print(_table(comparisons, settings))
+    write_json({**names, "prompts": list(map(_numbers, comparisons))}, settings.json)
     return all(comparison.verdict.explained for comparison in comparisons)
 
 
@@ -101,6 +110,22 @@ def _table(comparisons: list[Comparison], settings: DemoSettings) -> Table:
     for comparison in comparisons:
         table.add_row(*_row(comparison))
     return table
+
+
+def _numbers(comparison: Comparison) -> dict[str, Any]:
+    drafted = comparison.drafted
+    return {
+        "name": comparison.name,
+        "num_new_tokens": len(drafted.token_ids),
+        "tokens_per_second": {
+            "plain": comparison.plain.tokens_per_second,
+            "drafter": drafted.tokens_per_second,
+        },
+        "acceptance_length": drafted.summary.acceptance_length if drafted.summary else None,
+        "identical": comparison.verdict.identical,
+        "within_rounding": comparison.verdict.explained,
+        "verdict": str(comparison.verdict),
+    }
 
 
 def _row(comparison: Comparison) -> list[str]:

@@ -29,7 +29,7 @@ from .vocabulary import DraftVocabularyMap
 
 def install() -> None:
     """Makes `generate` understand a DSpark drafter. Does nothing where it already does."""
-    if _original_of(GenerationMixin.generate) is None:
+    if not is_installed():
         GenerationMixin.generate = _dispatching(GenerationMixin.generate)  # type: ignore[method-assign]
 
 
@@ -42,6 +42,11 @@ def uninstall() -> None:
     original = _original_of(GenerationMixin.generate)
     if original is not None:
         GenerationMixin.generate = original  # type: ignore[method-assign]
+
+
+def is_installed() -> bool:
+    """Whether `generate` is our wrapper itself: neither taken off, nor wrapped by somebody else since."""
+    return _original_of(GenerationMixin.generate) is not None
 
 
 def _original_of(function: Callable) -> Callable | None:

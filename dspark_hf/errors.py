@@ -85,3 +85,21 @@ class AlignmentError(DSparkError, ValueError):
 
 class UnsupportedGenerationError(DSparkError, ValueError):
     """`generate` was asked for something that speculative decoding with a drafter does not do exactly."""
+
+
+class UnknownTargetError(DSparkError, ValueError):
+    """No drafter that could be used is known for a target.
+
+    Args:
+        target: the target as it was named; empty for a model without a name.
+        found: what is known of it instead, one sentence; empty where nothing is.
+    """
+
+    def __init__(self, target: str, found: str = ""):
+        self.target, self.found = target, found
+        super().__init__(
+            f"{found or f'No drafter is known for {target}.'} There are three ways on: name a drafter "
+            "(`DSparkDrafter.from_pretrained(...)`, `--drafter`); if this is a fine-tuned or quantized copy, name the "
+            "model that it was made from (`dspark-hf drafters` lists those with a drafter); or train one, with "
+            f"`dspark-hf train --target {target or '...'}`."
+        )

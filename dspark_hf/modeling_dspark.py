@@ -31,10 +31,13 @@ from .checkpoints import read_checkpoint, read_config
 from .checkpoints.files import optional_file
 from .configuration_dspark import DSparkConfig
 from .draft_cache import DraftCache
+from .registry import find_drafter
 from .trace import Trace, recording
 
 # Arguments of `from_pretrained` that say where the files are, and not how to build the model.
 _HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
+# Of those, what also holds for the repository of the target.
+_TARGET_HUB_ARGUMENTS = ("token", "cache_dir", "local_files_only")
 _PUSH_ARGUMENTS = ["repo_id", "commit_message", "commit_description", "private", "token", "create_pr", "revision"]
 _PUSH_ARGUMENTS += ["max_shard_size", "tags"]
 # Arguments of `from_pretrained` that are named like a config field and mean the loading.
@@ -489,6 +492,27 @@ class DSparkDrafter(PreTrainedModel):
         drafter = loaded[0] if isinstance(loaded, tuple) else loaded
         drafter.generation_config = _read_generation_config(pretrained_model_name_or_path, location)
         drafter.calibration = _read_calibration(pretrained_model_name_or_path, location, drafter.config)
+        return loaded
+
+    @classmethod
+    def for_target(cls, target: Any, **kwargs: Any) -> Any:
+        """Opens the drafter that is known for a target, or for the model that the target was made from.
+
+        Args:
+            target: a loaded model, whose dtype and device are then the defaults; a config, hub id or folder.
+            kwargs: as for `from_pretrained`.
+
+        Raises:
+            UnknownTargetError: no drafter is known for it, or none that can be used (the message says what to do).
+            AlignmentError: the drafter does not fit: the target is not what its name or its card say.
+            Others: as `from_pretrained`.
+        """
+        location = {name: kwargs[name] for name in _TARGET_HUB_ARGUMENTS if name in kwargs}
+        match = find_drafter(target, **location)
+        if isinstance(target, PreTrainedModel) and target.device.type != "meta":  # offloaded
+            kwargs = {"dtype": target.dtype, "device_map": target.device, **kwargs}
+        loaded = cls.from_pretrained(match.pair.location, **kwargs)
+        match.confirm(target, (loaded[0] if isinstance(loaded, tuple) else loaded).config, **location)
         return loaded
 
     def save_pretrained(  # type: ignore[override]

@@ -62,7 +62,8 @@ def takes_batches(cache: Cache) -> bool:
 
 
 def _holds_states(layer: Any) -> bool:
-    return layer.is_initialized and layer.keys is not None
+    # A layer of a convolution alone has neither of these, and always a state.
+    return getattr(layer, "is_initialized", True) and getattr(layer, "keys", layer) is not None
 
 
 def layer_windows(model: TargetModel) -> dict[str, int | None]:

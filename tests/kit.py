@@ -29,7 +29,7 @@ BLOCK = 4
 POSITIONS = (None, 0, 1, 2, 3)
 
 # Wide logits: a random target then says many different tokens, and none of them by a hair.
-_SIZES = {
+SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -92,7 +92,7 @@ def new_target(family: str = "llama", **settings: Any) -> PreTrainedModel:
     """A random target in float32 of its own: for tests that change it."""
     config_class, model_class, own = FAMILIES[family]
     attention = settings.pop("attn_implementation", None)
-    config = getattr(transformers, config_class)(**{**_SIZES, **own, **settings})
+    config = getattr(transformers, config_class)(**{**SIZES, **own, **settings})
     if attention is not None:
         config._attn_implementation = attention
     torch.manual_seed(0)

@@ -1,15 +1,19 @@
 """The command line: its options, its exit codes, and one line for each error."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
 
 from dspark_hf import cli
+from dspark_hf.alignment import MUST_NOT_RUN, WILL_RUN_BADLY, AlignmentReport, Finding
 from dspark_hf.benchmark import BenchmarkSettings
 from dspark_hf.cli import main
 from dspark_hf.demo import DemoSettings
 from dspark_hf.demo_weights import DRAFTER_FOLDER
 from dspark_hf.errors import AlignmentError
+from dspark_hf.generate_run import GenerateSettings
+from dspark_hf.inspect_run import InspectSettings
 from dspark_hf.training.objective import ObjectiveWeights
 
 PAIR = SimpleNamespace(target="the target", drafter="the drafter", tokenizer=None)
@@ -109,6 +113,14 @@ def test_every_command_has_help(command, capsys):
             ["train", "--data", "a", "--output-dir", "o", "--drafter", "d", "--block-size", "4"],
             "--block-size is of a new drafter, but --drafter names one to start from",
         ),
+        (["inspect"], "drafter is missing: a folder or a hub id"),
+        (["generate", "Hi", "--file", "a.txt"], "--file and a prompt exclude each other"),
+        (
+            ["generate", "--num-assistant-tokens-schedule", "x"],
+            "--num-assistant-tokens-schedule is x, expected",
+        ),
+        (["generate", "--file", "no.txt"], "--file is no.txt, which is no file"),
+        (["generate", "--json", "/no/such/folder/out.json"], "--json is /no/such/folder/out.json, whose folder does"),
         (["bench", "--repeats", "-1"], "--repeats is -1, it must be 1 or more"),
         (["bench", "--methods", "magic"], "--methods names magic, which is none of plain, prompt-lookup"),
         (["bench", "--json", "/no/such/folder/out.json"], "--json is /no/such/folder/out.json, whose folder does not"),
@@ -180,17 +192,64 @@ def test_a_text_beyond_rounding_is_code_1(monkeypatch):
     assert main(["demo"]) == 1
 
 
-def test_check_prints_the_report(monkeypatch, capsys):
-    monkeypatch.setattr(cli, "load_pair", lambda settings: PAIR)
-    monkeypatch.setattr(cli, "check_alignment", lambda target, drafter, target_tokenizer: f"{target} fits {drafter}")
-    assert main(["check"]) == 0
-    assert capsys.readouterr().out == "the target fits the drafter\n"
+@pytest.mark.parametrize(("verdict", "code"), [(WILL_RUN_BADLY, 0), (MUST_NOT_RUN, 1)])
+def test_check_prints_the_report(verdict, code, monkeypatch, capsys):
+    finding = Finding(verdict, "hidden_size", 8, 16, "Take its own target.")
+    monkeypatch.setattr(cli, "load_pair", lambda settings, report: PAIR)
+    monkeypatch.setattr(cli, "check_alignment", lambda *pair, **options: AlignmentReport([finding]))
+    assert main(["check"]) == code
+    assert capsys.readouterr().out == f"{finding}\n"
+    assert main(["check", "--json"]) == code
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {
+        "ok": code == 0,
+        "findings": [
+            {
+                "verdict": verdict,
+                "field": "hidden_size",
+                "target_value": "8",
+                "drafter_value": "16",
+                "remedy": "Take its own target.",
+            }
+        ],
+    }
+    assert str(finding) in printed.err
 
 
 def test_version_names_what_a_report_needs(capsys):
     assert main(["version"]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert names == ["dspark-hf", "transformers", "torch", "python"]
+
+
+def test_version_as_json(capsys, tmp_path):
+    assert main(["version", "--json"]) == 0
+    printed = capsys.readouterr()
+    versions = json.loads(printed.out)
+    assert [*versions] == ["dspark-hf", "transformers", "torch", "python"]
+    assert f"torch {versions['torch']}" in printed.err
+    assert main(["version", "--json", str(tmp_path / "versions.json")]) == 0
+    assert json.loads((tmp_path / "versions.json").read_text(encoding="utf-8")) == versions
+    assert f"torch {versions['torch']}" in capsys.readouterr().out
+
+
+def test_a_word_without_an_option(seen, tmp_path):
+    assert main(["inspect", "org/drafter", "--json"]) == 0
+    assert main(["inspect", "--revision", "v1", "org/drafter"]) == 0
+    assert main(["inspect", "--drafter", "org/drafter"]) == 0
+    assert main(["generate", "--model", "org/target", "Hello there", "--do-sample"]) == 0
+    assert main(["generate"]) == 0
+    path = tmp_path / "options.yaml"
+    path.write_text("prompt: Hello there\ntarget: org/target\n")
+    assert main(["generate", "--config", str(path)]) == 0
+    assert seen == [
+        InspectSettings("org/drafter", json="-"),
+        InspectSettings("org/drafter", revision="v1"),
+        InspectSettings("org/drafter"),
+        GenerateSettings("org/target", prompt="Hello there", do_sample=True),
+        GenerateSettings(),
+        GenerateSettings("org/target", prompt="Hello there"),
+    ]
 
 
 def test_no_command_prints_the_help(capsys):

@@ -23,9 +23,10 @@ ORDER = [
     "calibration",
     "draft_cache",
     "trace",
-    "modeling_dspark",
     "vocabulary",
     "alignment",
+    "registry",
+    "modeling_dspark",
     "target_taps",
     "target_attention",
     "lookup",
@@ -55,8 +56,13 @@ ORDER = [
     "__init__",
     "prompt_files",
     "demo_weights",
+    "reports",
     "comparison",
     "demo",
+    "generate_run",
+    "drafters_run",
+    "doctor_run",
+    "inspect_run",
     "simulation",
     "figures",
     "benchmark",
@@ -107,7 +113,7 @@ def test_the_file_map_of_the_readme_is_the_folder():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     named = set(re.findall(r"^\| `dspark_hf/([^`]+)`", readme, flags=re.MULTILINE))
     present = {path.name for path in PACKAGE.glob("*.py")}
-    present |= {path.name for path in PACKAGE.glob("*.jsonl")}
+    present |= {path.name for suffix in ("jsonl", "yaml") for path in PACKAGE.glob(f"*.{suffix}")}
     present |= {f"{path.name}/" for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert named == present
 

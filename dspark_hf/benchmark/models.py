@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from .. import __version__
 from ..comparison import (
     check_sources,
+    check_target_source,
     drafter_name,
     id_list,
     load_drafter,
@@ -60,14 +61,14 @@ def load_models(settings: BenchmarkSettings, report: Callable[[str], None]) -> M
     Args:
         report: receives a line for each thing that takes time.
     """
-    check_sources(settings)
+    num_layers = settings.num_random_drafter_layers
+    (check_sources if num_layers is None else check_target_source)(settings)
     tokenizer, assistant = None, None
     if settings.random_target is not None:
         dtype = getattr(torch, settings.dtype)
         target = random_target(settings.random_target, dtype, resolve_device(settings), settings.seed)
     else:
         target, tokenizer = load_target(settings, report)
-    num_layers = settings.num_random_drafter_layers
     drafter = load_drafter(settings) if num_layers is None else random_drafter(target, num_layers, settings.seed)
     if settings.assistant is not None:
         assistant = AutoModelForCausalLM.from_pretrained(

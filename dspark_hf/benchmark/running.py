@@ -1,7 +1,5 @@
 """`dspark-hf bench` from settings to report."""
 
-import json
-import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -11,6 +9,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
+from ..reports import console_for, write_json
 from .measuring import CaseMeasurer
 from .models import environment, load_models
 from .prompts import make_cases
@@ -21,8 +20,7 @@ from .tables import WIDTH, differences, make_tables, remarks
 
 def run_benchmark(settings: BenchmarkSettings, console: Console | None = None) -> dict[str, Any]:
     """Runs the benchmark, prints its tables, and returns (and, where asked, writes) all numbers."""
-    # Into a file or a pipe, where nobody says how wide it is, the tables go in full.
-    console = console or Console(width=None if sys.stdout.isatty() else WIDTH)
+    console = console or console_for(settings.json, WIDTH)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     models = load_models(settings, report=partial(console.print, style="dim", markup=False, highlight=False))
@@ -47,6 +45,5 @@ def run_benchmark(settings: BenchmarkSettings, console: Console | None = None) -
         "growth_against_context": growth_against_context(summary) if by_context else None,
         "prompts": [asdict(result) for result in results],
     }
-    if settings.json is not None:
-        Path(settings.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_json(report, settings.json)
     return report

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..comparison import PairSettings, check_folders, check_positive
+from ..reports import json_field
 from .methods import METHODS, find_method
 from .random_models import SHAPES
 
@@ -69,7 +70,7 @@ class BenchmarkSettings(PairSettings):
     pack_weights: bool = field(
         default=False, metadata={"help": "pack the linear layers of all models (CPU): every method is faster then"}
     )
-    json: str | None = field(default=None, metadata={"help": "also write all numbers to this file"})
+    json: str | None = json_field()
     threads: int | None = field(default=None, metadata={"help": "CPU threads of torch; default: its own choice"})
 
     def __post_init__(self) -> None:

@@ -4,8 +4,6 @@ Less is noted of each call than `dspark-hf bench` does, and each is made once: s
 was verified, and what of it stood.
 """
 
-import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,6 +19,7 @@ from rich.table import Table
 
 from ..comparison import PairSettings, check_folders
 from ..figures import plot_thresholds
+from ..reports import console_for, json_field, write_json
 from .measuring import CaseMeasurer
 from .methods import Call, find_method
 from .models import Models, environment, load_models
@@ -54,7 +53,7 @@ class SweepSettings(PairSettings):
         default=None, metadata={"help": "JSON lines with prompt, or turns; default: the built-in ones"}
     )
     seed: int = field(default=0, metadata={"help": "of sampling"})
-    json: str | None = field(default=None, metadata={"help": "also write all numbers to this file"})
+    json: str | None = json_field()
     plot: str | None = field(
         default=None, metadata={"help": "file for a figure of the thresholds (PNG); needs matplotlib"}
     )
@@ -140,7 +139,7 @@ class Cell:
 
 def run_sweep(settings: SweepSettings, console: Console | None = None) -> list[Cell]:
     """Runs `dspark-hf sweep`: prints the table, and writes numbers and figure where asked."""
-    console = console or Console(width=None if sys.stdout.isatty() else WIDTH)
+    console = console or console_for(settings.json, WIDTH)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     report = partial(console.print, style="dim", markup=False, highlight=False)
@@ -154,13 +153,13 @@ def run_sweep(settings: SweepSettings, console: Console | None = None) -> list[C
         if cell.best_constant is not None and "dspark" in cell.methods:
             against = cell.methods["dspark"].tokens_per_second / cell.methods[cell.best_constant].tokens_per_second
             report(f"{_name(cell)}: dspark against the best constant ({cell.best_constant}): x {against:.2f}")
-    if settings.json is not None:
-        numbers: dict[str, Any] = {
-            "settings": asdict(settings) | {"json": Path(settings.json).name, "plot": None},
-            "environment": environment(models),
-            "cells": [_numbers(cell) for cell in measured],
-        }
-        Path(settings.json).write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+    numbers: dict[str, Any] = {
+        # Of its own file the name only: results are published.
+        "settings": asdict(settings) | {"json": settings.json and Path(settings.json).name, "plot": None},
+        "environment": environment(models),
+        "cells": [_numbers(cell) for cell in measured],
+    }
+    write_json(numbers, settings.json)
     if settings.plot is not None:
         plot_thresholds(_threshold_curves(measured), settings.plot)
         report(f"wrote {settings.plot}")

@@ -5,7 +5,7 @@ tensors are counted. No remote code and no pickle is ever opened; what cannot be
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -67,6 +67,7 @@ def read_checkpoint(
     force_download: bool = False,
     proxies: dict[str, str] | None = None,
     variant: str | None = None,
+    shapes: Callable[[], Mapping[str, list[int]]] | None = None,
 ) -> Checkpoint:
     """Open a drafter of any supported format: our own, DeepSpec, z-lab DFlash, vLLM speculators.
 
@@ -75,6 +76,7 @@ def read_checkpoint(
         subfolder: the folder inside it that holds `config.json`.
         revision, token, cache_dir, local_files_only, force_download, proxies, variant: as in
             [`~transformers.PreTrainedModel.from_pretrained`].
+        shapes: gives the shape of each tensor, in place of the files, which would be fetched for that.
 
     Raises:
         OSError: the folder, the repository or one of its files cannot be found or read.
@@ -93,7 +95,7 @@ def read_checkpoint(
     }
     checkpoint_format, settings = _read_settings(source, hub_kwargs)
     # Only now, so that a drafter that is refused is not downloaded first.
-    tensors = read_shapes(source, hub_kwargs, variant)
+    tensors = read_shapes(source, hub_kwargs, variant) if shapes is None else shapes()
     config = _build_config(source, {**_owned_parts(checkpoint_format, tensors), **settings})
     ignored = frozenset(name for name in tensors if name.startswith(checkpoint_format.SPARE_TENSORS))
     return Checkpoint(source, config, tensors, ignored)

@@ -59,12 +59,13 @@ def read_shapes(source: str, hub_kwargs: dict[str, Any], variant: str | None = N
         UnsupportedCheckpointError: the weights are GGUF files or pickles.
     """
     shapes: dict[str, list[int]] = {}
-    for path in _weight_files(source, hub_kwargs, variant):
+    for path in weight_files(source, hub_kwargs, variant):
         shapes.update(_read_header(path))
     return shapes
 
 
-def _weight_files(source: str, hub_kwargs: dict[str, Any], variant: str | None) -> list[str]:
+def weight_files(source: str, hub_kwargs: dict[str, Any], variant: str | None = None) -> list[str]:
+    """The safetensors files of a checkpoint, fetched where they are on the Hub; raises as `read_shapes`."""
     weights, index_name = (_with_variant(name, variant) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
     single = cached_file(source, weights, _raise_exceptions_for_missing_entries=False, **hub_kwargs)
     if single is not None:

@@ -1,7 +1,5 @@
 """`dspark-hf eval` from settings to report."""
 
-import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -18,6 +16,7 @@ from ..comparison import check_sources, drafter_name, load_drafter, load_target,
 from ..data.encoding import Encoder
 from ..figures import plot_acceptance_by_position, plot_acceptance_lengths, require_matplotlib
 from ..modeling_dspark import DSparkDrafter
+from ..reports import STANDARD_OUTPUT, console_for, write_json
 from .counting import count_drafts, count_speed, count_texts
 from .measuring import FULL, CaseResult, Difference, Evaluator
 from .prompts import ALL, make_cases, read_datasets
@@ -36,7 +35,7 @@ def run_evaluation(settings: EvaluationSettings, console: Console | None = None)
         OSError, ValueError: before anything is loaded, where sources or prompts cannot be what they are meant to be.
         ImportError: figures are asked for, and matplotlib is missing.
     """
-    console = console or Console(width=None if sys.stdout.isatty() else WIDTH)
+    console = console or console_for(settings.json, WIDTH)
     say = partial(console.print, style="dim", markup=False, highlight=False)
     if settings.plot is not None:
         require_matplotlib()
@@ -173,8 +172,8 @@ def _write(settings: EvaluationSettings, report: Report, differences: list[Diffe
     """Writes the files that were asked for, and names them."""
     written = []
     if settings.json is not None:
-        written.append(Path(settings.json))
-        written[-1].write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        write_json(report, settings.json)
+        written += [Path(settings.json)] if settings.json != STANDARD_OUTPUT else []
     if settings.markdown is not None:
         written.append(Path(settings.markdown))
         written[-1].write_text(as_markdown(report, settings, differences), encoding="utf-8")

@@ -7,6 +7,7 @@ from ..benchmark.methods import find_method
 from ..benchmark.settings import BenchmarkSettings
 from ..comparison import PairSettings, TargetSettings, check_folders, check_positive
 from ..policies import SCHEDULES
+from ..reports import json_field
 
 
 @dataclass
@@ -14,7 +15,8 @@ class EvaluationSettings(TargetSettings):
     """Compare drafters of one target: accepted length, acceptance by position, speed, calibration, equal texts."""
 
     drafter: list[str] | None = field(
-        default=None, metadata={"help": "one or more drafters: hub ids or folders; default: the one of this package"}
+        default=None,
+        metadata={"help": "one or more drafters: hub ids or folders; default: the target's known one"},
     )
     prompts: list[str] | None = field(
         default=None,
@@ -40,7 +42,7 @@ class EvaluationSettings(TargetSettings):
     enable_thinking: bool | None = field(
         default=None, metadata={"help": "for chat templates that know it; default: what the template does"}
     )
-    json: str | None = field(default=None, metadata={"help": "also write all numbers to this file"})
+    json: str | None = json_field()
     markdown: str | None = field(default=None, metadata={"help": "also write the tables to this file (Markdown)"})
     plot: str | None = field(default=None, metadata={"help": "folder for figures (PNG); needs matplotlib"})
     threads: int | None = field(default=None, metadata={"help": "CPU threads of torch; default: its own choice"})
