@@ -24,6 +24,7 @@ from .data import DataSettings, run_data
 from .demo import DemoSettings, run_demo
 from .errors import DSparkError
 from .evaluation import EvaluationSettings, run_evaluation
+from .hub import PushSettings, run_push
 from .profile_run import ProfileSettings, run_profile
 from .training.run import TrainSettings, run_training
 
@@ -77,6 +78,11 @@ def _eval(settings: EvaluationSettings) -> int:
     return 0 if all(difference["within_rounding"] for difference in report["differences"]) else 1
 
 
+def _push(settings: PushSettings) -> int:
+    run_push(settings)
+    return 0
+
+
 def _check(settings: CheckSettings) -> int:
     pair = load_pair(settings)
     print(check_alignment(pair.target, pair.drafter, target_tokenizer=pair.tokenizer))
@@ -100,6 +106,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "profile": (ProfileSettings, _profile),
     "data": (DataSettings, _data),
     "train": (TrainSettings, _train),
+    "push": (PushSettings, _push),
     "check": (CheckSettings, _check),
     "version": (VersionSettings, _version),
 }

@@ -51,6 +51,7 @@ ORDER = [
     "packed_weights",
     "monitoring",
     "calibrating",
+    "custom_generate",
     "__init__",
     "prompt_files",
     "demo_weights",
@@ -64,6 +65,7 @@ ORDER = [
     "data",
     "training",
     "evaluation",
+    "hub",
     "cli",
 ]
 
