@@ -224,9 +224,12 @@ class _Handler(BaseHTTPRequestHandler):
             return
         files = dict(commits[-1].files)
         for operation in operations:
-            value = operation["value"]
-            is_lfs = operation["key"] == "lfsFile"
-            files[value["path"]] = self.server.objects[value["oid"]] if is_lfs else b64decode(value["content"])
+            key, value = operation["key"], operation["value"]
+            if key == "deletedFile":
+                del files[value["path"]]
+            else:
+                is_large = key == "lfsFile"
+                files[value["path"]] = self.server.objects[value["oid"]] if is_large else b64decode(value["content"])
         commit = Commit(files, header["value"]["summary"], commits[-1].sha)
         answer = {"commitOid": commit.sha, "commitUrl": f"{self.server.endpoint}/{repo_id}/commit/{commit.sha}"}
         if "create_pr" in query:

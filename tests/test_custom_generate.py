@@ -1,5 +1,9 @@
 """`generate(custom_generate="org/drafter", trust_remote_code=True)`, by the code that a pushed drafter carries."""
 
+import json
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from gc import collect
 from pathlib import Path
@@ -8,6 +12,7 @@ from unittest.mock import Mock
 import kit
 import pytest
 import torch
+from hub_stand_in import Commit, running_hub
 
 from dspark_hf import DSparkDrafter, __version__, custom_generate
 from dspark_hf.hub.card import make_model_card
@@ -127,3 +132,41 @@ def test_an_older_package_is_named_before_anything_runs(tmp_path):
 def test_without_a_name_it_says_how_it_is_meant(options):
     with pytest.raises(ValueError, match="expected the name of a repository or folder"):
         custom_generate.generate(kit.target(), **kit.inputs(), **options)
+
+
+_CALLER = """
+import json, sys
+import torch
+from transformers import AutoModelForCausalLM
+
+target = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+inputs = {"input_ids": torch.tensor([json.loads(sys.argv[2])]), "do_sample": False, "max_new_tokens": 20}
+plain = target.generate(**inputs)
+assert "dspark_hf" not in sys.modules
+drafted = target.generate(**inputs, custom_generate="someone/tiny-drafter", trust_remote_code=True)
+assert "dspark_hf" in sys.modules
+assert not [name for name in sys.modules if name.startswith("dspark_hf.hub")]
+assert drafted.tolist() == plain.tolist()
+(opened,) = sys.modules["dspark_hf.custom_generate"]._drafters[target].values()
+print(opened.config.name_or_path)
+"""
+
+
+def test_from_the_hub_by_a_program_that_does_not_know_this_package(tmp_path):
+    """The real client, a new process, and a repository as it is pushed."""
+    kit.new_target().save_pretrained(tmp_path / "target")
+    folder = publish(tmp_path / "drafter")
+    with running_hub() as hub:
+        paths = [path for path in folder.rglob("*") if path.is_file()]
+        files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+        hub.add("someone/tiny-drafter").branches["main"].append(Commit(files))
+        places = [tmp_path / "installed", Path(custom_generate.__file__).parent.parent]
+        environment = {
+            **os.environ,
+            "HF_ENDPOINT": hub.endpoint,
+            "HF_HOME": str(tmp_path / "home"),
+            "PYTHONPATH": os.pathsep.join(map(str, places)),
+        }
+        command = [sys.executable, "-c", _CALLER, str(tmp_path / "target"), json.dumps(kit.PROMPT)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout == "someone/tiny-drafter\n", done.stderr

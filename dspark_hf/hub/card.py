@@ -66,7 +66,7 @@ def make_model_card(
         name=name,
         repo_id=repo_id,
         is_dflash=not (drafter.config.sample_from_anchor or drafter.config.has_markov_head),
-        facts=describe_drafter(drafter),
+        facts=_describe(drafter),
         measured=measured,
         # Without a report there are temperatures, but no numbers of theirs.
         calibration=calibration if calibration is not None and calibration.positions else None,
@@ -74,7 +74,7 @@ def make_model_card(
     )
 
 
-def describe_drafter(drafter: DSparkDrafter) -> Facts:
+def _describe(drafter: DSparkDrafter) -> Facts:
     """What the config and the weights say."""
     config = drafter.config
     num_parameters = sum(p.numel() for p in drafter.parameters())

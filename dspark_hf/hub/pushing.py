@@ -4,24 +4,27 @@ Everything that may be wrong with the drafter, its card or the repository is loo
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, ModelCard, ModelInfo
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, ModelInfo
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HTTPError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.utils import validate_repo_id
 
 from .._version import __version__
 from ..alignment import is_hub_name
+from ..calibration import CALIBRATION_NAME
 from ..errors import HubError
 from ..modeling_dspark import DSparkDrafter
 from .card import LIBRARY_NAME, LICENSE_FIELDS, make_model_card
@@ -36,6 +39,9 @@ _GENERATE_CODE = '''"""Speculative decoding with the drafter of this repository.
 
 from dspark_hf.custom_generate import generate  # noqa: F401
 '''
+
+# Left from an earlier drafter they would count as this one's: weights in another number of files, temperatures.
+_OWN_FILES = ("model*.safetensors", "model.safetensors.index.json", CALIBRATION_NAME)
 
 _REMEDIES = {
     401: "The token is missing, wrong or expired: `hf auth login`, or set HF_TOKEN.",
@@ -55,12 +61,14 @@ class PushReport:
     Attributes:
         repo_id: where to.
         files: size of each file in bytes, by its path in the repository.
+        deleted: files of the drafter that was there before, which would be taken for parts of this one.
         card: the text of the model card.
         commit: of huggingface_hub, with `commit_url`, and `pr_url` for a pull request; `None` after a dry run.
     """
 
     repo_id: str
     files: dict[str, int]
+    deleted: list[str]
     card: str
     commit: CommitInfo | None
 
@@ -120,33 +128,38 @@ def push_drafter_to_hub(
         files = write_repository(drafter, Path(folder), card)
         sizes = {name: path.stat().st_size for name, path in files.items()}
         if dry_run:
-            return PushReport(repo_id, sizes, str(card), commit=None)
+            return PushReport(repo_id, sizes, _outdated(found, files), str(card), commit=None)
         with _explained(repo_id, token):
             api.create_repo(repo_id, private=private, exist_ok=True)
             if revision is not None:
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
+            # A new branch holds what `main` does.
+            found = found or api.model_info(repo_id, revision=revision)
+            deleted = _outdated(found, files)
+            additions = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in files.items()]
             commit = api.create_commit(
                 repo_id,
-                [CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in files.items()],
+                [*additions, *(CommitOperationDelete(path_in_repo=name) for name in deleted)],
                 commit_message=commit_message,
                 commit_description=commit_description,
                 revision=revision,
                 create_pr=create_pr,
-                # Only on top of what was looked at, so that no card comes in between.
-                parent_commit=None if found is None else found.sha,
+                # Only on top of what was looked at: no card shall come in between.
+                parent_commit=found.sha,
             )
-    return PushReport(repo_id, sizes, str(card), commit)
+    return PushReport(repo_id, sizes, deleted, str(card), commit)
 
 
 def check_publishable(drafter: DSparkDrafter, repo_id: str) -> None:
     """Raises `ValueError` for a drafter that nobody else could use, and for a repository without an owner."""
-    if not is_hub_name(repo_id):
-        raise ValueError(f"`repo_id` is {repo_id!r}, expected `owner/name` (and no folder of that name here).")
+    validate_repo_id(repo_id)
+    if "/" not in repo_id:
+        raise ValueError(f"`repo_id` is {repo_id!r}, expected `owner/name`.")
     target = drafter.config.target_model_name_or_path
     if target is None or not is_hub_name(target):
         raise ValueError(
             f"The drafter's config names {'no target' if target is None else f'the target {target!r}'}, expected its "
-            'id on the Hub: set `drafter.config.target_model_name_or_path = "owner/name"`.'
+            "id on the Hub (and no folder here): set `drafter.config.target_model_name_or_path = 'owner/name'`."
         )
     broken = [
         name
@@ -203,8 +216,19 @@ def _look(api: HfApi, repo_id: str, revision: str | None, may_fail: bool) -> Mod
         raise
 
 
+def _names(found: ModelInfo | None) -> list[str]:
+    """The files of a repository."""
+    return [] if found is None else [file.rfilename for file in found.siblings or ()]
+
+
+def _outdated(found: ModelInfo | None, files: Mapping[str, Path]) -> list[str]:
+    return [
+        name for name in _names(found) if name not in files and any(fnmatch(name, pattern) for pattern in _OWN_FILES)
+    ]
+
+
 def _refuse_to_overwrite(found: ModelInfo | None, repo_id: str) -> None:
-    if found is not None and any(file.rfilename == CARD_NAME for file in found.siblings or ()):
+    if CARD_NAME in _names(found):
         raise FileExistsError(
             f"{repo_id} has a {CARD_NAME}, which would be overwritten. Open a pull request (`create_pr=True`), or "
             "pass `overwrite_card=True`."

@@ -42,17 +42,21 @@ def read_results(path: str | os.PathLike, config: DSparkConfig, repo_id: str) ->
         OSError: it cannot be read.
     """
     report = _read_json(path)
-    missing = [name for name in ("settings", "environment", "plain", "drafters") if name not in report]
-    if missing:
-        raise ValueError(f"{path} has no {missing[0]!r}: it is not what `dspark-hf eval --json` writes.")
-    _check_target(path, report["environment"]["target"], config)
-    report["drafters"] = _one_drafter(path, report["drafters"], repo_id)
+    try:
+        _check_target(path, report["environment"]["target"], config)
+        report["drafters"] = _one_drafter(path, report["drafters"], repo_id)
+        return _measured(path, report, config)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not what `dspark-hf eval --json` writes ({error!r}).") from error
+
+
+def _measured(path: str | os.PathLike, report: dict[str, Any], config: DSparkConfig) -> Measured:
     (datasets,) = report["drafters"].values()
     num_positions = len(datasets[ALL]["drafts"]["acceptance_rate_per_position"])
     if num_positions != config.num_draft_tokens:
         raise ValueError(
             f"{path} is about drafts of {num_positions} tokens, but this drafter proposes {config.num_draft_tokens}: "
-            "it is about another one. Evaluate this drafter with `dspark-hf eval`."
+            "evaluate this one with `dspark-hf eval`."
         )
     settings: Any = SimpleNamespace(**report["settings"])
     environment = report["environment"]
@@ -74,14 +78,16 @@ def read_training(path: str | os.PathLike, config: DSparkConfig) -> Facts:
         OSError: it cannot be read.
     """
     content = _read_json(path)
-    if "log_history" in content:
-        return _of_training_run(content)
-    if "target" in content and "decoding" in content:
+    try:
+        if "log_history" in content:
+            return _of_training_run(content)
         _check_target(path, content["target"], config)
         return _of_training_data(content)
-    raise ValueError(
-        f"{path} is neither the `trainer_state.json` of a training run nor a `.provenance.json` of `dspark-hf data`."
-    )
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is neither the `trainer_state.json` of a training run nor a `.provenance.json` of "
+            f"`dspark-hf data` ({error!r})."
+        ) from error
 
 
 def _read_json(path: str | os.PathLike) -> dict[str, Any]:

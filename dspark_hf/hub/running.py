@@ -86,6 +86,8 @@ def _show(report: PushReport, console: Console) -> None:
     table.columns[1].justify = "right"
     for name, size in report.files.items():
         table.add_row(name, decimal(size))
+    for name in report.deleted:
+        table.add_row(name, "deleted")
     console.print(table)
     if ModelCard(report.card, ignore_metadata_errors=True).data.license is None:  # type: ignore[attr-defined]
         console.print("The card says no licence: the target's could not be read. --license names one.", style="yellow")
