@@ -168,7 +168,8 @@ class _Handler(BaseHTTPRequestHandler):
         commits = self._commits(repo_id, revision)
         if commits is not None:
             siblings = [{"rfilename": name} for name in commits[-1].files]
-            info = {"id": repo_id, "sha": commits[-1].sha, "siblings": siblings, "private": False}
+            info = {"id": repo_id, "sha": commits[-1].sha, "siblings": siblings}
+            info["private"] = self.server.repositories[repo_id].visibility == "private"
             self._send(200, {**info, "cardData": _metadata(commits[-1].files.get("README.md", b"").decode())})
 
     def _commits(self, repo_id: str, revision: str | None) -> list[Commit] | None:

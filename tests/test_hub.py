@@ -287,13 +287,13 @@ class TestPush:
     @pytest.mark.parametrize("revision", [None, "new-branch"])
     def test_what_would_be_taken_for_a_part_of_this_drafter_goes(self, hub, drafter, revision):
         names = ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "dspark_calibration.json")
-        kept = {"model.safetensors": b"old weights", "notes.txt": b"by hand", "figures/model.png": b"png"}
+        kept = {"model.safetensors": b"old weights", "notes.txt": b"by hand", "models/a.safetensors": b"other"}
         hub.add(REPO).branches["main"].append(Commit({**dict.fromkeys(names, b"old"), **kept}))
         planned = push_drafter_to_hub(drafter, REPO, token=TOKEN, dry_run=True)
         report = push_drafter_to_hub(drafter, REPO, token=TOKEN, revision=revision)
         assert planned.deleted == report.deleted == [*names]
         files = hub.files(REPO, revision or "main")
-        assert sorted(files) == sorted([*FILES, "notes.txt", "figures/model.png"])
+        assert sorted(files) == sorted([*FILES, "notes.txt", "models/a.safetensors"])
         assert files["model.safetensors"] != b"old weights"
 
     def test_a_pull_request_leaves_main_as_it_is(self, hub, drafter):
@@ -302,6 +302,12 @@ class TestPush:
         assert report.commit.pr_url == f"{hub.endpoint}/{REPO}/discussions/1"
         assert hub.files(REPO) == {"README.md": b"by hand"}
         assert hub.files(REPO, "refs/pr/1")["README.md"].decode() == report.card
+        again = push_drafter_to_hub(
+            drafter, REPO, token=TOKEN, revision="refs/pr/1", overwrite_card=True, card=ModelCard(CARD)
+        )
+        assert hub.files(REPO, "refs/pr/1")["README.md"].decode() == again.card
+        assert hub.files(REPO) == {"README.md": b"by hand"}
+        assert not any("/branch/" in request for request in hub.requests)
 
     def test_a_finished_card(self, hub, drafter):
         report = push_drafter_to_hub(drafter, REPO, token=TOKEN, card=ModelCard(CARD))
@@ -388,6 +394,14 @@ class TestRefusals:
             push_drafter_to_hub(drafter, **{"repo_id": REPO, "token": TOKEN, **options})
         assert hub.requests == []
 
+    def test_a_public_repository_does_not_become_private(self, hub, drafter):
+        hub.add(REPO)
+        with pytest.raises(ValueError, match="`private` is True, but someone/tiny-drafter is there already, and pub"):
+            push_drafter_to_hub(drafter, REPO, token=TOKEN, private=True)
+        assert hub.writes == []
+        hub.repositories[REPO].visibility = "private"
+        push_drafter_to_hub(drafter, REPO, token=TOKEN, private=True)
+
 
 class TestFaults:
     def test_somebody_pushed_in_between(self, hub, drafter):
@@ -420,6 +434,11 @@ class TestFaults:
         with pytest.raises(HubError, match=r"answered 401 \(Invalid username or password.*`hf auth login`"):
             push_drafter_to_hub(drafter, REPO, token=False)
         assert REPO not in hub.repositories
+
+    def test_what_the_hub_does_not_like(self, hub, drafter):
+        hub.faults.append(Fault("POST .*/commit/", 400, body={"error": "unexpected file"}))
+        with pytest.raises(HubError, match=r"answered 400 \(unexpected file\). Mend that"):
+            push_drafter_to_hub(drafter, REPO, token=TOKEN)
 
     def test_a_token_that_may_not_write(self, hub, drafter):
         hub.faults.append(Fault("POST .*/repos/create", 403, times=9))
@@ -486,7 +505,7 @@ class TestCommand:
         drafter.bfloat16().save_pretrained(tmp_path / "drafter")
         return str(tmp_path / "drafter")
 
-    def test_push(self, hub, folder, monkeypatch, capsys):
+    def test_push(self, hub, folder, tmp_path, monkeypatch, capsys):
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         hub.add(TARGET, README__md=CARD)
         options = ["--drafter", folder, "--repo-id", REPO, "--target", TARGET]
@@ -496,8 +515,10 @@ class TestCommand:
         assert "license: apache-2.0" in out
         assert f"Dry run: nothing was sent to {REPO}." in out
         assert hub.writes == []
-        assert main(["push", *options]) == 0
-        assert f"{hub.endpoint}/{REPO}/commit/" in capsys.readouterr().out
+        assert main(["push", *options, "--json", str(tmp_path / "push.json")]) == 0
+        written = json.loads((tmp_path / "push.json").read_text())
+        assert written["commit"]["commit_url"] in capsys.readouterr().out.splitlines()
+        assert [*written["files"]] == FILES
         assert json.loads(hub.files(REPO)["config.json"])["dtype"] == "bfloat16"
 
     def test_a_missing_licence_is_said(self, hub, folder, monkeypatch, capsys):

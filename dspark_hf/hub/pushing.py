@@ -4,10 +4,10 @@ Everything that may be wrong with the drafter, its card or the repository is loo
 """
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -41,16 +41,17 @@ from dspark_hf.custom_generate import generate  # noqa: F401
 '''
 
 # Left from an earlier drafter they would count as this one's: weights in another number of files, temperatures.
-_OWN_FILES = ("model*.safetensors", "model.safetensors.index.json", CALIBRATION_NAME)
+_PARTS = re.compile(rf"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|{re.escape(CALIBRATION_NAME)}")
 
 _REMEDIES = {
     401: "The token is missing, wrong or expired: `hf auth login`, or set HF_TOKEN.",
-    403: "This token may not write there: take one that may, or open a pull request (`create_pr=True`).",
+    403: "This token may not write there: take one that may, or open a pull request (`create_pr`).",
     409: "Something else happens to the repository at this moment: wait, and push again.",
     412: "The branch has moved since it was looked at: see what came in, and push again.",
     429: "Too many requests: wait, and push again.",
 }
 _NO_ANSWER = "Is the Hub within reach from here, and HF_ENDPOINT right?"
+_OUR_FAULT = "Mend that, and push again."
 _SERVER_FAULT = "Look whether the commit is there; if not, push again: what was uploaded is not sent twice."
 
 
@@ -97,7 +98,7 @@ def push_drafter_to_hub(
     Args:
         repo_id: `owner/name`.
         commit_message, commit_description, private, token, revision, create_pr: as in
-            [`~transformers.PreTrainedModel.push_to_hub`]; `private` holds for a new repository only.
+            [`~transformers.PreTrainedModel.push_to_hub`]; `private` is for a new repository.
         license: of the drafter; `None`: that of the target's card, or none where it cannot be read.
         results, training, tags: for the card, as in [`make_model_card`].
         card: another card instead, finished: nothing is added to it.
@@ -106,7 +107,7 @@ def push_drafter_to_hub(
 
     Raises:
         ValueError: the drafter must not be published as it is (no target named, weights that are not finite), a file
-            of `results` or `training` is about something else, or arguments contradict each other.
+            of `results` or `training` is about something else, or arguments contradict each other or the repository.
         FileExistsError: the repository has a card.
         HubError: the Hub said no, or was out of reach.
         OSError: a file cannot be read.
@@ -122,8 +123,8 @@ def push_drafter_to_hub(
         card = make_model_card(drafter, repo_id, license=fields, results=results, training=training, tags=tags)
     with _explained(repo_id, token):
         found = _look(api, repo_id, revision, may_fail=dry_run)
-    if not (overwrite_card or create_pr):
-        _refuse_to_overwrite(found, repo_id)
+    if found is not None:
+        _check_repository(found, private=private, may_replace_card=overwrite_card or create_pr)
     with TemporaryDirectory() as folder:
         files = write_repository(drafter, Path(folder), card)
         sizes = {name: path.stat().st_size for name, path in files.items()}
@@ -131,7 +132,7 @@ def push_drafter_to_hub(
             return PushReport(repo_id, sizes, _outdated(found, files), str(card), commit=None)
         with _explained(repo_id, token):
             api.create_repo(repo_id, private=private, exist_ok=True)
-            if revision is not None:
+            if revision is not None and not revision.startswith("refs/pr/"):
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
             # A new branch holds what `main` does.
             found = found or api.model_info(repo_id, revision=revision)
@@ -159,7 +160,8 @@ def check_publishable(drafter: DSparkDrafter, repo_id: str) -> None:
     if target is None or not is_hub_name(target):
         raise ValueError(
             f"The drafter's config names {'no target' if target is None else f'the target {target!r}'}, expected its "
-            "id on the Hub (and no folder here): set `drafter.config.target_model_name_or_path = 'owner/name'`."
+            "id on the Hub (and no folder here): set `drafter.config.target_model_name_or_path = 'owner/name'`; on the "
+            "command line, --target."
         )
     broken = [
         name
@@ -222,16 +224,19 @@ def _names(found: ModelInfo | None) -> list[str]:
 
 
 def _outdated(found: ModelInfo | None, files: Mapping[str, Path]) -> list[str]:
-    return [
-        name for name in _names(found) if name not in files and any(fnmatch(name, pattern) for pattern in _OWN_FILES)
-    ]
+    return [name for name in _names(found) if name not in files and _PARTS.fullmatch(name)]
 
 
-def _refuse_to_overwrite(found: ModelInfo | None, repo_id: str) -> None:
-    if CARD_NAME in _names(found):
+def _check_repository(found: ModelInfo, *, private: bool | None, may_replace_card: bool) -> None:
+    if private and found.private is False:
+        raise ValueError(
+            f"`private` is True, but {found.id} is there already, and public: make it private on the Hub first, or "
+            "leave `private` out."
+        )
+    if CARD_NAME in _names(found) and not may_replace_card:
         raise FileExistsError(
-            f"{repo_id} has a {CARD_NAME}, which would be overwritten. Open a pull request (`create_pr=True`), or "
-            "pass `overwrite_card=True`."
+            f"{found.id} has a {CARD_NAME}, which would be overwritten. Open a pull request (`create_pr`), or say "
+            "that the card may go (`overwrite_card`)."
         )
 
 
@@ -248,6 +253,11 @@ def _explained(repo_id: str, token: bool | str | None) -> Iterator[None]:
         if isinstance(token, str) and token.strip():
             # A token that cannot be sent, with a line break in it, is quoted by the client.
             found = found.replace(token.strip(), "<token>")
-        default = _NO_ANSWER if status is None else _SERVER_FAULT
         # Not from the error: its own text may hold the token.
-        raise HubError(repo_id, status, found, _REMEDIES.get(status or 0, default)) from None
+        raise HubError(repo_id, status, found, _remedy(status)) from None
+
+
+def _remedy(status: int | None) -> str:
+    if status is None:
+        return _NO_ANSWER
+    return _REMEDIES.get(status, _SERVER_FAULT if status >= 500 else _OUR_FAULT)

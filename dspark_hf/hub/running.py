@@ -1,6 +1,7 @@
 """`dspark-hf push` from settings to commit."""
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from ..comparison import check_folders
 from ..modeling_dspark import DSparkDrafter
 from .pushing import PushReport, push_drafter_to_hub
 
@@ -43,6 +45,7 @@ class PushSettings:
     card: str | None = field(default=None, metadata={"help": "file of a finished card to push in place of ours"})
     overwrite_card: bool = field(default=False, metadata={"help": "replace the card that the repository has"})
     dry_run: bool = field(default=False, metadata={"help": "send nothing: list the files, and show the card"})
+    json: str | None = field(default=None, metadata={"help": "also write files, card and commit to this file"})
 
     def __post_init__(self) -> None:
         for option, what in (("drafter", "a folder or hub id"), ("repo_id", "owner/name of the repository")):
@@ -50,6 +53,7 @@ class PushSettings:
                 raise ValueError(f"--{option.replace('_', '-')} is missing: {what}")
         if self.card is not None and not Path(self.card).is_file():
             raise ValueError(f"--card is {self.card}, which is no file")
+        check_folders(self, "json")
 
 
 def run_push(settings: PushSettings, console: Console | None = None) -> PushReport:
@@ -78,6 +82,8 @@ def run_push(settings: PushSettings, console: Console | None = None) -> PushRepo
         dry_run=settings.dry_run,
     )
     _show(report, console)
+    if settings.json is not None:
+        Path(settings.json).write_text(json.dumps(asdict(report), indent=1) + "\n", encoding="utf-8")
     return report
 
 
