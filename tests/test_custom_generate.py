@@ -7,12 +7,14 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from gc import collect
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import kit
 import pytest
 import torch
 from hub_stand_in import Commit, running_hub
+from test_benchmark import pair  # noqa: F401  (a fixture)
 
 from dspark_hf import DSparkDrafter, __version__, custom_generate
 from dspark_hf.hub.card import make_model_card
@@ -59,6 +61,22 @@ def test_the_text_is_that_of_plain_generation_and_the_drafter_drafts(tmp_path):
         assert generate(target, folder) == answer
     kit.assert_drafted(trace, wrong_at=1)
     assert opened(target) == [drafter]
+
+
+def test_the_code_of_the_card_runs_as_it_stands(pair, tmp_path):  # noqa: F811
+    drafter = DSparkDrafter.from_pretrained(pair["drafter"], target_model_name_or_path="org/tiny-target")
+    card = make_model_card(drafter, "someone/tiny-drafter")
+    (tmp_path / "drafter").mkdir()
+    write_repository(drafter, tmp_path / "drafter", card)
+    text = card.text.replace("org/tiny-target", pair["target"])
+    text = text.replace("someone/tiny-drafter", str(tmp_path / "drafter"))
+    first, second = (block.split("```")[0] for block in text.split("```python\n")[1:])
+    names: dict[str, Any] = {}
+    exec(first, names)
+    drafted = names["output"].tolist()
+    exec(second, names)
+    plain = names["model"].generate(**names["inputs"], max_new_tokens=128)
+    assert names["output"].tolist() == drafted == plain.tolist()
 
 
 def test_arguments_of_generate_arrive(tmp_path):

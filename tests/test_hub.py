@@ -40,11 +40,10 @@ FILES = [
 
 
 @pytest.fixture
-def hub(monkeypatch, tmp_path) -> HubStandIn:
+def hub(monkeypatch) -> HubStandIn:
     """The stand-in, which the real client takes for the Hub; waiting between retries takes no time."""
     with running_hub() as stand_in:
         monkeypatch.setattr(constants, "ENDPOINT", stand_in.endpoint)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
         yield stand_in
@@ -515,7 +514,8 @@ class TestCommand:
         assert "license: apache-2.0" in out
         assert f"Dry run: nothing was sent to {REPO}." in out
         assert hub.writes == []
-        assert main(["push", *options, "--json", str(tmp_path / "push.json")]) == 0
+        assert main(["push", *options, "--private", "--json", str(tmp_path / "push.json")]) == 0
+        assert hub.repositories[REPO].visibility == "private"
         written = json.loads((tmp_path / "push.json").read_text())
         assert written["commit"]["commit_url"] in capsys.readouterr().out.splitlines()
         assert [*written["files"]] == FILES
@@ -524,7 +524,7 @@ class TestCommand:
     def test_a_missing_licence_is_said(self, hub, folder, monkeypatch, capsys):
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         assert main(["push", "--drafter", folder, "--repo-id", REPO, "--target", TARGET, "--dry-run"]) == 0
-        assert "The card says no licence" in capsys.readouterr().out
+        assert "The card names no licence" in capsys.readouterr().out
 
     def test_an_error_is_one_line(self, hub, folder, monkeypatch, capsys):
         monkeypatch.setenv("HF_TOKEN", "hf_expired")

@@ -158,10 +158,10 @@ def check_publishable(drafter: DSparkDrafter, repo_id: str) -> None:
         raise ValueError(f"`repo_id` is {repo_id!r}, expected `owner/name`.")
     target = drafter.config.target_model_name_or_path
     if target is None or not is_hub_name(target):
+        found = "no target" if target is None else f"the target {target!r}"
         raise ValueError(
-            f"The drafter's config names {'no target' if target is None else f'the target {target!r}'}, expected its "
-            "id on the Hub (and no folder here): set `drafter.config.target_model_name_or_path = 'owner/name'`; on the "
-            "command line, --target."
+            f"The drafter's config names {found}, expected its id on the Hub (and no folder here): set "
+            "`drafter.config.target_model_name_or_path = 'owner/name'` (on the command line: --target)."
         )
     broken = [
         name

@@ -119,10 +119,10 @@ def _one_drafter(path: str | os.PathLike, drafters: dict[str, Any], repo_id: str
 
 def _of_training_run(state: dict[str, Any]) -> Facts:
     facts = {"steps": f"{state['global_step']:,}", "epochs": f"{state['epoch']:.2f}"}
-    (*_, last) = [{}, *(entry for entry in state["log_history"] if "train_runtime" in entry)]
-    if last:
-        facts["wall time"] = f"{last['train_runtime'] / 60:.0f} minutes"
-        facts["mean training loss"] = f"{last['train_loss']:.3f}"
+    ends = [entry for entry in state["log_history"] if "train_runtime" in entry]
+    if ends:
+        facts["wall time"] = f"{ends[-1]['train_runtime'] / 60:.0f} minutes"
+        facts["mean training loss"] = f"{ends[-1]['train_loss']:.3f}"
     return facts
 
 

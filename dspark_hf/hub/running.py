@@ -28,8 +28,8 @@ class PushSettings:
         default=None, metadata={"help": "hub id of the target; default: what the drafter's config says"}
     )
     commit_message: str = field(default="Upload drafter", metadata={"help": "first line of the commit"})
-    private: bool | None = field(
-        default=None, metadata={"help": "of a new repository; default: what its owner has set for new ones"}
+    private: bool = field(
+        default=False, metadata={"help": "make a new repository private, whatever its owner has set for new ones"}
     )
     revision: str | None = field(default=None, metadata={"help": "branch; default: main"})
     create_pr: bool = field(default=False, metadata={"help": "open a pull request instead of a commit on main"})
@@ -69,7 +69,7 @@ def run_push(settings: PushSettings, console: Console | None = None) -> PushRepo
         drafter,
         str(settings.repo_id),
         commit_message=settings.commit_message,
-        private=settings.private,
+        private=settings.private or None,
         token=get_token(),
         revision=settings.revision,
         create_pr=settings.create_pr,
@@ -96,7 +96,7 @@ def _show(report: PushReport, console: Console) -> None:
         table.add_row(name, "deleted")
     console.print(table)
     if ModelCard(report.card, ignore_metadata_errors=True).data.license is None:  # type: ignore[attr-defined]
-        console.print("The card says no licence: the target's could not be read. --license names one.", style="yellow")
+        console.print("The card names no licence: --license gives one.", style="yellow")
     if report.commit is None:
         console.print(report.card, markup=False, highlight=False, soft_wrap=True)
         console.print(f"Dry run: nothing was sent to {report.repo_id}.", style="bold")
