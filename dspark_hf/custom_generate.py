@@ -56,5 +56,5 @@ def _opened(target: TargetModel, source: str, location: dict[str, Any]) -> DSpar
             # Tensors that are made in inference mode would be of no use outside of it.
             with torch.inference_mode(False):
                 drafter = DSparkDrafter.from_pretrained(source, dtype=target.dtype, **location)
-            opened[key] = drafter.to(target.device).eval()
+                opened[key] = drafter.to(target.device).eval()
         return opened[key]

@@ -95,7 +95,9 @@ def test_two_folders_of_one_name_are_two_drafters(tmp_path):
     assert [drafter.config.num_hidden_layers for drafter in opened(target)] == [1, 2]
 
 
-def test_the_drafter_follows_dtype_and_device_of_the_target(tmp_path):
+def test_the_drafter_follows_dtype_and_device_of_the_target(tmp_path, monkeypatch):
+    # Threads that load weights know nothing of the caller's inference mode, and would hide what is tested here.
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
     target, folder = kit.new_target().bfloat16(), publish(tmp_path / "drafter")
     with torch.inference_mode():
         generate(target, folder)
