@@ -188,6 +188,11 @@ def check_alignment(
     return report
 
 
+def is_hub_name(name: str) -> bool:
+    """Whether this is `owner/name`, and no folder here."""
+    return _HUB_NAME.fullmatch(name) is not None and not os.path.isdir(name)
+
+
 def model_name(hub_name: str) -> str:
     """The name without its owner and without marks of quantization, which drafters survive; in lower case."""
     return _QUANTIZATION.sub("", hub_name.rpartition("/")[2]).lower()
@@ -308,7 +313,7 @@ def _has_mask_row(target_size: int, drafter: DSparkConfig, vocabulary_map: Draft
 def _check_names(target_name: str | None, trained_with: str | None) -> Iterator[Finding]:
     if target_name == trained_with or not target_name or not trained_with:
         return
-    if not (_is_hub_name(target_name) and _is_hub_name(trained_with)):
+    if not (is_hub_name(target_name) and is_hub_name(trained_with)):
         return
     if model_name(target_name) != model_name(trained_with):
         yield Finding(
@@ -318,10 +323,6 @@ def _check_names(target_name: str | None, trained_with: str | None) -> Iterator[
             trained_with,
             "A drafter learns one model's way of writing (base and instruct differ): use the drafter of this model.",
         )
-
-
-def _is_hub_name(name: str) -> bool:
-    return _HUB_NAME.fullmatch(name) is not None and not os.path.isdir(name)
 
 
 # Tokenizers

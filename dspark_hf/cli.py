@@ -30,6 +30,7 @@ from .drafters_run import DraftersSettings, run_drafters
 from .errors import DSparkError
 from .evaluation import EvaluationSettings, run_evaluation
 from .generate_run import GenerateSettings, run_generate
+from .hub import PushSettings, run_push
 from .inspect_run import InspectSettings, run_inspect
 from .profile_run import ProfileSettings, run_profile
 from .reports import console_for, json_field, write_json
@@ -89,6 +90,11 @@ def _eval(settings: EvaluationSettings) -> int:
     return 0 if all(difference["within_rounding"] for difference in report["differences"]) else 1
 
 
+def _push(settings: PushSettings) -> int:
+    run_push(settings)
+    return 0
+
+
 def _generate(settings: GenerateSettings) -> int:
     run_generate(settings)
     return 0
@@ -144,6 +150,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "profile": (ProfileSettings, _profile),
     "data": (DataSettings, _data),
     "train": (TrainSettings, _train),
+    "push": (PushSettings, _push),
     "check": (CheckSettings, _check),
     "version": (VersionSettings, _version),
 }

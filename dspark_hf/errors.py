@@ -103,3 +103,19 @@ class UnknownTargetError(DSparkError, ValueError):
             "model that it was made from (`dspark-hf drafters` lists those with a drafter); or train one, with "
             f"`dspark-hf train --target {target or '...'}`."
         )
+
+
+class HubError(DSparkError, OSError):
+    """The Hub said no, or was out of reach.
+
+    Args:
+        repo_id: the repository that something was to be pushed to.
+        status: of HTTP; `None` where no answer came.
+        found: what the server, or the connection, said.
+        remedy: what to do, one sentence.
+    """
+
+    def __init__(self, repo_id: str, status: int | None, found: str, remedy: str):
+        self.repo_id, self.status, self.found, self.remedy = repo_id, status, found, remedy
+        answered = "the connection failed" if status is None else f"the Hub answered {status}"
+        super().__init__(f"{repo_id} was not pushed: {answered} ({found}). {remedy}")

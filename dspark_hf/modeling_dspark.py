@@ -35,7 +35,7 @@ from .registry import find_drafter
 from .trace import Trace, recording
 
 # Arguments of `from_pretrained` that say where the files are, and not how to build the model.
-_HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
+HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
 # Of those, what also holds for the repository of the target.
 _TARGET_HUB_ARGUMENTS = ("token", "cache_dir", "local_files_only")
 _PUSH_ARGUMENTS = ["repo_id", "commit_message", "commit_description", "private", "token", "create_pr", "revision"]
@@ -480,7 +480,7 @@ class DSparkDrafter(PreTrainedModel):
         """
         if pretrained_model_name_or_path is None:
             raise ValueError("`from_pretrained` needs a folder or repository; build an empty drafter with its class.")
-        location = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+        location = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
         kwargs.pop("code_revision", None)  # no code is ever taken from a repository
         checkpoint = read_checkpoint(pretrained_model_name_or_path, variant=kwargs.get("variant"), **location)
         config = _resolve_config(checkpoint.config, config, location, kwargs)

@@ -53,6 +53,7 @@ ORDER = [
     "dispatch",
     "monitoring",
     "calibrating",
+    "custom_generate",
     "__init__",
     "prompt_files",
     "demo_weights",
@@ -71,6 +72,7 @@ ORDER = [
     "data",
     "training",
     "evaluation",
+    "hub",
     "cli",
 ]
 
