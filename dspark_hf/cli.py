@@ -20,6 +20,7 @@ from .alignment import check_alignment
 from .benchmark import BenchmarkSettings, SweepSettings, run_benchmark, run_sweep
 from .calibration_run import CalibrationSettings, run_calibration
 from .comparison import PairSettings, load_pair
+from .conversion import ConvertSettings, run_conversion
 from .data import DataSettings, run_data
 from .demo import DemoSettings, run_demo
 from .errors import DSparkError
@@ -83,6 +84,11 @@ def _check(settings: CheckSettings) -> int:
     return 0
 
 
+def _convert(settings: ConvertSettings) -> int:
+    run_conversion(settings)
+    return 0
+
+
 def _version(settings: VersionSettings) -> int:
     print("dspark-hf", __version__)
     print("transformers", transformers.__version__)
@@ -101,6 +107,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "data": (DataSettings, _data),
     "train": (TrainSettings, _train),
     "check": (CheckSettings, _check),
+    "convert": (ConvertSettings, _convert),
     "version": (VersionSettings, _version),
 }
 
@@ -112,6 +119,12 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class _Parser(HfArgumentParser):
+    def add_argument(self, *names: str, positional: bool = False, **options: Any) -> argparse.Action:
+        """As always; a field whose metadata says `positional` becomes an argument without a name."""
+        if positional:
+            names, options = (names[0].lstrip("-"),), {"help": options.get("help")}
+        return super().add_argument(*names, **options)
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (--help lists the options)\n")
 

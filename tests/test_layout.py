@@ -56,6 +56,8 @@ ORDER = [
     "demo_weights",
     "comparison",
     "demo",
+    "serving",
+    "conversion",
     "simulation",
     "figures",
     "benchmark",
