@@ -23,7 +23,7 @@ from .checkpoints.files import load_tensors, optional_file, read_shapes
 from .configuration_dspark import DSparkConfig
 from .errors import CheckpointFieldError
 from .modeling_dspark import DSparkDrafter
-from .serving import Launch, launch_lines
+from .serving import launch_lines
 
 # What may lie beside a drafter, and means the same in every format.
 _COMPANIONS = (
@@ -71,14 +71,12 @@ class Conversion:
     Attributes:
         output: the folder that was written.
         config: the drafter's config, in our terms.
-        format_name: the format.
         added: names of the tensors that the source lacks.
         left_out: names of the tensors that only the source has.
     """
 
     output: Path
     config: DSparkConfig
-    format_name: str
     added: list[str]
     left_out: list[str]
 
@@ -108,14 +106,9 @@ def run_conversion(settings: ConvertSettings, report: Callable[[str], None] = pr
         if names:
             report(f"{what}: {', '.join(names)}")
     if settings.launch:
-        for launch in launches(conversion, settings.target):
+        for launch in launch_lines(conversion.config, settings.format, str(conversion.output), settings.target):
             report(str(launch))
     return conversion
-
-
-def launches(conversion: Conversion, target: str | None = None) -> list[Launch]:
-    """How engines serve the converted drafter, or why they cannot."""
-    return launch_lines(conversion.config, conversion.format_name, str(conversion.output), target)
 
 
 def convert_drafter(
@@ -151,11 +144,10 @@ def convert_drafter(
         raise FileExistsError(f"{output} exists, and nothing is overwritten: name another folder.")
     if format_name not in FORMATS:
         raise ValueError(f"`format_name` must be one of {', '.join(FORMATS)}, got {format_name!r}.")
-    location = {"subfolder": "", "revision": revision, "local_files_only": False}
     checkpoint = read_checkpoint(source, revision=revision)
     checkpoint.require(_expected_shapes(checkpoint.config))
     opened = None if target is None else _open_target(target)
-    config, tensors = _settle(checkpoint, load_tensors(source, location), format_name, opened)
+    config, tensors = _settle(checkpoint, load_tensors(source, _location(revision)), format_name, opened)
     config_dict = render_config(
         checkpoint,
         config,
@@ -166,7 +158,11 @@ def convert_drafter(
     companions = [optional_file(source, name, revision=revision) for name in _COMPANIONS]
     _write(output, config_dict, tensors, [path for path in companions if path is not None], max_shard_size)
     added, left_out = sorted(tensors.keys() - checkpoint.tensors), sorted(checkpoint.tensors.keys() - tensors)
-    return Conversion(output, config, format_name, added, left_out)
+    return Conversion(output, config, added, left_out)
+
+
+def _location(revision: str | None = None) -> dict[str, Any]:
+    return {"subfolder": "", "revision": revision, "token": None, "local_files_only": False}
 
 
 def _expected_shapes(config: DSparkConfig) -> dict[str, list[int]]:
@@ -180,6 +176,7 @@ def _settle(
     """Who has which tensors in the format, and the config that says so."""
     tensors = {name: tensor for name, tensor in stored.items() if name not in checkpoint.ignored}
     settings = checkpoint.config.to_dict()
+    had_embedding = "embed_tokens.weight" in tensors
     for part, name in _PARTS.items():
         rule, copy = FORMATS[format_name].OWN_PARTS, None if target is None else target.tensors[name]
         if name not in tensors and rule == "always":
@@ -193,6 +190,9 @@ def _settle(
                 f"is true, but the {format_name} format has the target's. If it is a copy of those, name the target.",
             )
         settings[part] = name in tensors
+    if settings["own_embed_tokens"] != had_embedding and settings["embedding_scale"] is None and target is not None:
+        # A table of its own is not scaled, the target's is as the target does.
+        settings["embedding_scale"] = 1.0 if had_embedding else target.embedding_scale
     if format_name == "speculators" and checkpoint.config.has_reduced_vocabulary:
         tensors["t2d"] = _readable_by(tensors["d2t"], checkpoint.config.vocab_size)
     if target is not None and settings["target_model_name_or_path"] is None:
@@ -234,15 +234,14 @@ def _open_target(source: str) -> _Target:
     config = AutoConfig.from_pretrained(source)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
-    location = {"subfolder": "", "revision": None, "local_files_only": False}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = config.get_text_config().tie_word_embeddings
-    stored = read_shapes(source, location)
+    stored = read_shapes(source, _location())
     names = {
         name: _stored_name(source, model, embedding if is_tied or name == "embed_tokens.weight" else head, stored)
         for name in _PARTS.values()
     }
-    tensors = load_tensors(source, location, set(names.values()))
+    tensors = load_tensors(source, _location(), set(names.values()))
     # Tied tables are two in a drafter: each is a tensor of its own.
     return _Target(
         name=source,
@@ -284,4 +283,4 @@ def _write(
         folder.rename(output)
 
 
-__all__ = ["Conversion", "ConvertSettings", "convert_drafter", "launches", "run_conversion"]
+__all__ = ["Conversion", "ConvertSettings", "convert_drafter", "run_conversion"]

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from dspark_hf import CheckpointFieldError, DSparkDrafter, IncompleteCheckpointError, check_alignment
 from dspark_hf.checkpoints import read_checkpoint
 from dspark_hf.cli import main
-from dspark_hf.conversion import convert_drafter, launches
+from dspark_hf.conversion import convert_drafter
+from dspark_hf.serving import launch_lines
 
 DEEPSPEC = [
     "deepspec_qwen3_vanilla",
@@ -237,11 +238,21 @@ class TestWhatIsWritten:
         drafter = DSparkDrafter.from_pretrained(done.output)
         assert check_alignment(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "target"), drafter)
 
-    def test_the_scale_of_gemmas_embedding(self, saved, tmp_path):
+    @pytest.mark.parametrize("format_name", ["speculators", "deepspec"])
+    def test_the_scale_of_gemmas_embedding(self, format_name, saved, tmp_path):
         """`None` means what the target's embedding does, which here is no 1."""
         kit.new_target("gemma3").save_pretrained(tmp_path / "target")
         with pytest.raises(CheckpointFieldError, match=r"`embedding_scale` is 5\.65.* would be 1\.0"):
-            convert_drafter(saved(), tmp_path / "there", "speculators", target=str(tmp_path / "target"))
+            convert_drafter(saved(), tmp_path / "there", format_name, target=str(tmp_path / "target"))
+
+    def test_the_scale_of_gemmas_embedding_in_a_drafter_like_gemma(self, saved, tmp_path):
+        kit.new_target("gemma3").save_pretrained(tmp_path / "target")
+        own = saved(backbone="gemma4", hidden_act="gelu_pytorch_tanh")
+        done = convert_drafter(own, tmp_path / "there", "deepspec", target=str(tmp_path / "target"))
+        assert done.config.embedding_scale == pytest.approx(32**0.5)
+        convert_drafter(done.output, tmp_path / "back", "dspark_hf", target=str(tmp_path / "target"))
+        assert_same_tensors(own, tmp_path / "back")
+        assert read_checkpoint(tmp_path / "back").config.embedding_scale == pytest.approx(32**0.5)
 
 
 class TestRefusals:
@@ -271,6 +282,7 @@ class TestRefusals:
         ],
     )
     def test_a_field_that_the_format_cannot_hold(self, settings, format_name, saved, tmp_path):
+        # With everything else as the format has it.
         owned = {"own_embed_tokens": format_name != "zlab", "own_lm_head": format_name != "zlab"}
         error = self.refused(saved(**{"embedding_scale": 1.0, **owned, **settings}), format_name, tmp_path)
         assert error.field in settings or any(f"`{name}`" in error.problem for name in settings)
@@ -321,7 +333,8 @@ class TestRefusals:
 class TestLaunchLines:
     def lines(self, name: str, format_name: str, tmp_path: Path) -> dict[str, Any]:
         done = convert_drafter(FIXTURES / name, tmp_path / "out", format_name)
-        return {launch.engine: launch for launch in launches(done, "org/target")}
+        lines = launch_lines(done.config, format_name, str(done.output), "org/target")
+        return {launch.engine: launch for launch in lines}
 
     def test_deepspec(self, tmp_path):
         lines = self.lines("deepspec_qwen3_vanilla", "deepspec", tmp_path)
