@@ -5,6 +5,7 @@ tables of a reduced vocabulary.
 """
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -112,11 +113,11 @@ def run_conversion(settings: ConvertSettings, report: Callable[[str], None] = pr
 
 
 def convert_drafter(
-    source: str,
-    output: str | Path,
+    source: str | os.PathLike,
+    output: str | os.PathLike,
     format_name: str,
     *,
-    target: str | None = None,
+    target: str | os.PathLike | None = None,
     revision: str | None = None,
     max_shard_size: int | str = "5GB",
 ) -> Conversion:
@@ -139,14 +140,14 @@ def convert_drafter(
         OSError, UnsupportedCheckpointError, IncompleteCheckpointError: as `DSparkDrafter.from_pretrained`.
         ValueError: the target has no tables that fit this drafter.
     """
-    output = Path(output)
+    source, output = str(source), Path(output)
     if output.exists():
         raise FileExistsError(f"{output} exists, and nothing is overwritten: name another folder.")
     if format_name not in FORMATS:
         raise ValueError(f"`format_name` must be one of {', '.join(FORMATS)}, got {format_name!r}.")
     checkpoint = read_checkpoint(source, revision=revision)
     checkpoint.require(_expected_shapes(checkpoint.config))
-    opened = None if target is None else _open_target(target)
+    opened = None if target is None else _open_target(str(target))
     config, tensors = _settle(checkpoint, load_tensors(source, _location(revision)), format_name, opened)
     config_dict = render_config(
         checkpoint,

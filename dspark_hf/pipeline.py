@@ -5,6 +5,7 @@ stream of text, and the check that the drafter changes nothing.
 """
 
 import contextvars
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from threading import Thread
@@ -85,9 +86,9 @@ class DSparkPipeline(TextGenerationPipeline):
 
     def __init__(
         self,
-        target: PreTrainedModel | str,
-        drafter: DSparkDrafter | str,
-        tokenizer: PreTrainedTokenizerBase | str | None = None,
+        target: PreTrainedModel | str | os.PathLike,
+        drafter: DSparkDrafter | str | os.PathLike,
+        tokenizer: PreTrainedTokenizerBase | str | os.PathLike | None = None,
         *,
         assistant_tokenizer: PreTrainedTokenizerBase | None = None,
         dtype: str | torch.dtype = "auto",
@@ -95,8 +96,8 @@ class DSparkPipeline(TextGenerationPipeline):
     ):
         # The target last: a misspelled drafter should not cost its loading.
         tokenizer = _load_tokenizer(tokenizer, target)
-        loaded = DSparkDrafter.from_pretrained(drafter).eval() if isinstance(drafter, str) else None
-        if isinstance(target, str):
+        loaded = DSparkDrafter.from_pretrained(drafter).eval() if isinstance(drafter, str | os.PathLike) else None
+        if isinstance(target, str | os.PathLike):
             target = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).eval()
         elif "device" not in kwargs and getattr(target, "hf_device_map", None) is None:
             kwargs["device"] = target.device  # transformers would move it to the first accelerator
@@ -205,11 +206,11 @@ def _is_chat(prompt: Any) -> bool:
 
 
 def _load_tokenizer(
-    tokenizer: PreTrainedTokenizerBase | str | None, target: PreTrainedModel | str
+    tokenizer: PreTrainedTokenizerBase | str | os.PathLike | None, target: PreTrainedModel | str | os.PathLike
 ) -> PreTrainedTokenizerBase:
-    if tokenizer is not None and not isinstance(tokenizer, str):
+    if tokenizer is not None and not isinstance(tokenizer, str | os.PathLike):
         return tokenizer
-    source = tokenizer or (target if isinstance(target, str) else target.name_or_path)
+    source = tokenizer or (target if isinstance(target, str | os.PathLike) else target.name_or_path)
     if not source:
         raise ValueError("`tokenizer` is missing, and the target was not loaded from a place that could have one.")
     return AutoTokenizer.from_pretrained(source)

@@ -1,6 +1,7 @@
 """From format to format and back: tensors bit by bit, configs word for word; and what is refused instead."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,15 @@ class TestThereAndBack:
         convert_drafter(saved(), tmp_path / "there", "speculators", target=target_folder)
         convert_drafter(tmp_path / "there", tmp_path / "back", "dspark_hf")
         assert config_of(tmp_path / "back")["target_model_name_or_path"] == target_folder
+
+    @pytest.mark.parametrize("value", ["org/model", {"format": "bin"}])
+    def test_a_field_of_that_name_of_somebody_else(self, value, tmp_path):
+        shutil.copytree(FIXTURES / "speculators_dspark", tmp_path / "theirs")
+        config = {**config_of(tmp_path / "theirs"), "converted_from": value}
+        (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
+        convert_drafter(tmp_path / "theirs", tmp_path / "there", "dspark_hf")
+        convert_drafter(tmp_path / "there", tmp_path / "back", "speculators")
+        assert config_of(tmp_path / "back") == config
 
     def test_of_one_that_has_changed_since(self, tmp_path):
         """What changed wins over the remembered file."""
@@ -331,6 +341,34 @@ class TestRefusals:
 
 
 class TestLaunchLines:
+    # Without a default in the readers of config.json of vLLM and SGLang.
+    READ = {  # noqa: RUF012
+        "deepspec": [
+            *("architectures", "model_type", "block_size", "mask_token_id", "target_layer_ids", "vocab_size"),
+            *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+            *("head_dim", "rms_norm_eps", "rope_parameters", "max_position_embeddings", "layer_types"),
+            *("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
+        ],
+        "speculators": [
+            *("speculators_model_type", "aux_hidden_state_layer_ids", "mask_token_id", "block_size"),
+            *("draft_vocab_size", "sample_from_anchor", "markov_rank", "markov_head_type", "enable_confidence_head"),
+            *("transformer_layer_config.model_type", "transformer_layer_config.vocab_size"),
+            *("speculators_config.proposal_methods", "speculators_config.verifier.name_or_path"),
+        ],
+        "zlab": ["architectures", "block_size", "dflash_config.mask_token_id", "dflash_config.target_layer_ids"],
+    }
+
+    @pytest.mark.parametrize("format_name", READ)
+    def test_engines_find_what_they_read(self, format_name, saved, target, tmp_path):
+        like_dflash = {"sample_from_anchor": False, "markov_head_type": "none", "enable_confidence_head": False}
+        own = saved(**(like_dflash if format_name == "zlab" else {}))
+        done = convert_drafter(own, tmp_path / "there", format_name, target=str(target()))
+        for path in self.READ[format_name]:
+            value: Any = config_of(done.output)
+            for name in path.split("."):
+                value = value[name]
+            assert value is not None, path
+
     def lines(self, name: str, format_name: str, tmp_path: Path) -> dict[str, Any]:
         done = convert_drafter(FIXTURES / name, tmp_path / "out", format_name)
         lines = launch_lines(done.config, format_name, str(done.output), "org/target")

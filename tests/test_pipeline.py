@@ -4,6 +4,7 @@ import copy
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from unittest.mock import patch
 
 import kit
@@ -92,6 +93,10 @@ class TestOpening:
         pipe = DSparkPipeline(*folders, device="cpu")
         assert isinstance(pipe.drafter, DSparkDrafter)
         assert pipe(TEXTS, **GREEDY) == plain(TEXTS, **GREEDY)
+
+    def test_by_paths(self, folders, plain):
+        pipe = DSparkPipeline(*map(Path, folders), Path(folders[0]), device="cpu")
+        assert pipe(TEXTS[0], **GREEDY) == plain(TEXTS[0], **GREEDY)
 
     def test_a_drafter_by_name_follows_its_target(self, folders):
         pipe = DSparkPipeline(folders[0], folders[1], dtype=torch.bfloat16, device="cpu")

@@ -184,8 +184,11 @@ def render_config(
 def _earlier(format_name: str, config_dict: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The `config.json` of each format that a drafter has been in, this one included; the latest of each."""
     found: dict[str, dict[str, Any]] = {}
-    for name, earlier in (config_dict.get(ORIGINALS) or {}).items():
-        found |= _earlier(name, earlier)
+    originals = config_dict.get(ORIGINALS)
+    # Another writer may mean something else by this name.
+    for name, earlier in originals.items() if isinstance(originals, dict) else ():
+        if isinstance(earlier, dict):
+            found |= _earlier(name, earlier)
     return {**found, format_name: dict(config_dict)}
 
 
