@@ -3,6 +3,9 @@
 Importing this package registers the drafter with the Auto classes and makes `generate` understand it (`dispatch`).
 """
 
+import importlib
+from typing import Any
+
 from transformers import AutoConfig, AutoModel
 
 from . import dispatch
@@ -37,6 +40,7 @@ __all__ = [
     "DSparkConfig",
     "DSparkDrafter",
     "DSparkError",
+    "DSparkPipeline",
     "DraftVocabularyMap",
     "IncompleteCheckpointError",
     "SpeculativeDecoding",
@@ -49,6 +53,16 @@ __all__ = [
     "pack_weights",
     "unpack_weights",
 ]
+
+# Public names that cost more to import than all the others: where they are, once somebody asks.
+_LAZY = {"DSparkPipeline": ".pipeline"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name], __name__), name)
+
 
 AutoConfig.register(DSparkConfig.model_type, DSparkConfig, exist_ok=True)
 AutoModel.register(DSparkConfig, DSparkDrafter, exist_ok=True)

@@ -31,6 +31,21 @@ def generate_output(*, cache: Cache | None, **fields: Any) -> GenerateDecoderOnl
     return GenerateDecoderOnlyOutput(**fields)
 
 
+def forget_assistant_defaults(pipeline: Any, given: dict[str, Any]) -> None:
+    """Takes settings of assistants that nobody gave out of a pipeline's own `generation_config`.
+
+    Until 5.24 a pipeline has one, filled with defaults that `generate` then sees as the caller's. Goes with < 5.24.
+
+    Args:
+        given: the keyword arguments that the pipeline was made with.
+    """
+    config = getattr(pipeline, "generation_config", None)
+    base = given.get("generation_config") or pipeline.model.generation_config
+    for name in ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"):
+        if config is not None and name not in given:
+            setattr(config, name, getattr(base, name))
+
+
 def is_croppable(layer: Any) -> bool:
     """Whether rejected positions can be taken back out of a layer of a cache."""
     # Until 5.24 a quantized layer says so of itself, but its `crop` forgets what it quantized. Goes with < 5.24.

@@ -23,6 +23,7 @@ from .alignment import check_alignment
 from .benchmark import BenchmarkSettings, SweepSettings, run_benchmark, run_sweep
 from .calibration_run import CalibrationSettings, run_calibration
 from .comparison import PairSettings, load_pair
+from .conversion import ConvertSettings, run_conversion
 from .data import DataSettings, run_data
 from .demo import DemoSettings, run_demo
 from .doctor_run import DoctorSettings, run_doctor
@@ -124,6 +125,11 @@ def _check(settings: CheckSettings) -> int:
     return 0 if report.ok else 1
 
 
+def _convert(settings: ConvertSettings) -> int:
+    run_conversion(settings)
+    return 0
+
+
 def _version(settings: VersionSettings) -> int:
     versions = {
         "dspark-hf": __version__,
@@ -152,6 +158,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "train": (TrainSettings, _train),
     "push": (PushSettings, _push),
     "check": (CheckSettings, _check),
+    "convert": (ConvertSettings, _convert),
     "version": (VersionSettings, _version),
 }
 

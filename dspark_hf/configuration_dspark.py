@@ -73,6 +73,8 @@ class DSparkConfig(PreTrainedConfig):
     Provenance:
         target_model_name_or_path, target_model_revision (`str`, *optional*): the model that it drafts for.
         source_format (`str`, *optional*): the format that it was read from.
+        converted_from (`dict`, *optional*): the `config.json` of each format that it was converted from, by format:
+            a conversion back gives the same file.
 
     Raises:
         ValueError: a field contradicts another one or its own range; the message names the field.
@@ -124,6 +126,7 @@ class DSparkConfig(PreTrainedConfig):
     target_model_name_or_path: str | None = None
     target_model_revision: str | None = None
     source_format: str | None = None
+    converted_from: dict | None = None
 
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None

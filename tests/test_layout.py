@@ -64,6 +64,9 @@ ORDER = [
     "drafters_run",
     "doctor_run",
     "inspect_run",
+    "pipeline",
+    "serving",
+    "conversion",
     "simulation",
     "figures",
     "benchmark",
@@ -121,7 +124,7 @@ def test_the_file_map_of_the_readme_is_the_folder():
 
 
 def test_the_public_surface_is_small_and_real():
-    assert len(dspark_hf.__all__) <= 20
+    assert len(dspark_hf.__all__) <= 25
     assert all(hasattr(dspark_hf, name) for name in dspark_hf.__all__)
     assert all(getattr(dspark_hf, name).__doc__ for name in dspark_hf.__all__)
 

@@ -5,14 +5,27 @@ The file has its own embedding and head; the anchor predicts; every draft layer 
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
+from ..configuration_dspark import DSparkConfig
 from ..errors import UnsupportedCheckpointError
-from .fields import Fields, read_block, read_heads, read_special_tokens, read_taps
-from .qwen3 import read_backbone
+from .fields import (
+    Fields,
+    read_block,
+    read_heads,
+    read_special_tokens,
+    read_taps,
+    read_target,
+    render_block,
+    render_common,
+    render_heads,
+)
+from .qwen3 import read_backbone, render_backbone
 
 ARCHITECTURES = ("Qwen3DSparkModel", "Gemma4DSparkModel")
 SPARE_TENSORS = ()
+OWN_PARTS = "always"
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
@@ -33,10 +46,10 @@ def translate(source: str, config_dict: dict[str, Any]) -> dict[str, Any]:
         **read_special_tokens(fields),
         **read_taps(fields),
         **read_heads(fields),
+        **read_target(fields),
         "layer_types": ["full_attention"] * backbone["num_hidden_layers"],
         "final_logit_softcapping": fields.number("final_logit_softcapping"),
         "dtype": config_dict.get("dtype"),
-        "target_model_name_or_path": fields.get("target_model_name_or_path"),
         "source_format": "deepspec dspark",
     }
 
@@ -83,3 +96,41 @@ def _read_gemma4_rope(fields: Fields) -> dict[str, Any]:
             f"must have an object `full_attention` with `rope_type` and `rope_theta`, got {rope!r}.",
         )
     return dict(full)
+
+
+def render(config: DSparkConfig, target_architectures: Sequence[str]) -> dict[str, Any]:
+    """The `config.json` of a drafter in this format, as far as it goes: see `checkpoints.render_config`."""
+    is_gemma4 = config.backbone == "gemma4"
+    return {
+        **render_common(config),
+        **(_render_gemma4_backbone(config) if is_gemma4 else render_backbone(config)),
+        **render_block(config),
+        **render_heads(config),
+        "architectures": [ARCHITECTURES[1] if is_gemma4 else ARCHITECTURES[0]],
+        "target_layer_ids": config.target_layer_ids,
+        "layer_types": ["full_attention"] * config.num_hidden_layers,
+    }
+
+
+def _render_gemma4_backbone(config: DSparkConfig) -> dict[str, Any]:
+    # The names without "global" are those of sliding layers, of which a drafter has none.
+    return {
+        **{name: getattr(config, name) for name in (*_SIZES, "attention_bias", "attention_dropout", "rms_norm_eps")},
+        "model_type": "gemma4_text",
+        "head_dim": config.head_dim,
+        "global_head_dim": config.head_dim,
+        "num_key_value_heads": config.num_key_value_heads,
+        "num_global_key_value_heads": config.num_key_value_heads,
+        "attention_k_eq_v": config.attention_k_eq_v,
+        "hidden_activation": config.hidden_act,
+        "rope_parameters": {
+            "full_attention": config.rope_parameters,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        "max_position_embeddings": config.max_position_embeddings,
+        "initializer_range": config.initializer_range,
+        "final_logit_softcapping": config.final_logit_softcapping,
+        "enable_moe_block": False,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+    }

@@ -7,9 +7,14 @@ would run and silently draft badly is required.
 
 from typing import Any
 
+import transformers
+
+from ..configuration_dspark import DSparkConfig
 from ..errors import CheckpointFieldError
 
 PLACES = ("", "dspark_config", "dflash_config", "transformer_layer_config")
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_TARGET = ("target_model_name_or_path", "target_model_revision")
 
 
 class Fields:
@@ -151,7 +156,12 @@ def _check_tap_range(fields: Fields, name: str, layer_ids: list[int], shift: int
 
 def read_special_tokens(fields: Fields) -> dict[str, Any]:
     """The ids of the target's special tokens, where the file says them."""
-    return {name: fields.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return {name: fields.get(name) for name in _SPECIAL_TOKENS}
+
+
+def read_target(fields: Fields) -> dict[str, Any]:
+    """Which model the drafter is for, where the file says it."""
+    return {name: fields.get(name) for name in _TARGET}
 
 
 def read_heads(fields: Fields) -> dict[str, Any]:
@@ -172,6 +182,33 @@ NO_HEADS = {
     "enable_confidence_head": False,
     "confidence_head_with_markov": False,
 }
+
+
+def render_common(config: DSparkConfig) -> dict[str, Any]:
+    """What the top level of every foreign `config.json` says: `read_special_tokens`, `read_target` and more."""
+    optional = {name: getattr(config, name) for name in (*_TARGET, "num_target_layers")}
+    return {
+        **{name: getattr(config, name) for name in _SPECIAL_TOKENS},
+        **{name: value for name, value in optional.items() if value is not None},
+        "dtype": config.to_dict().get("dtype"),
+        "tie_word_embeddings": False,
+        "transformers_version": transformers.__version__,
+    }
+
+
+def render_block(config: DSparkConfig) -> dict[str, Any]:
+    """The inverse of `read_block`."""
+    return {"block_size": config.block_size, "mask_token_id": config.mask_token_id}
+
+
+def render_heads(config: DSparkConfig) -> dict[str, Any]:
+    """The inverse of `read_heads`. A field that says nothing is left out, as DeepSpec does."""
+    heads: dict[str, Any] = {"markov_rank": 0, "enable_confidence_head": config.enable_confidence_head}
+    if config.has_markov_head:
+        heads |= {"markov_rank": config.markov_rank, "markov_head_type": config.markov_head_type}
+    if config.enable_confidence_head:
+        heads["confidence_head_with_markov"] = config.confidence_head_with_markov
+    return heads
 
 
 def is_whole(value: Any) -> bool:

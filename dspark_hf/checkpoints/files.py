@@ -2,8 +2,10 @@
 
 import json
 import os
+from collections.abc import Collection
 from typing import Any
 
+import torch
 from huggingface_hub import list_repo_files
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig
@@ -62,6 +64,25 @@ def read_shapes(source: str, hub_kwargs: dict[str, Any], variant: str | None = N
     for path in weight_files(source, hub_kwargs, variant):
         shapes.update(_read_header(path))
     return shapes
+
+
+def load_tensors(
+    source: str, hub_kwargs: dict[str, Any], names: Collection[str] | None = None
+) -> dict[str, torch.Tensor]:
+    """The stored tensors by name, on the CPU, each in the dtype that it is stored in.
+
+    Args:
+        names: of those to load; `None`: all.
+
+    Raises:
+        As [`read_shapes`].
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for path in weight_files(source, hub_kwargs):
+        with safe_open(path, framework="pt") as file:
+            stored = file.keys()
+            tensors |= {name: file.get_tensor(name) for name in stored if names is None or name in names}
+    return tensors
 
 
 def weight_files(source: str, hub_kwargs: dict[str, Any], variant: str | None = None) -> list[str]:

@@ -5,7 +5,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import Qwen3Config
 
-from ..configuration_dspark import LAYER_TYPES
+from ..configuration_dspark import LAYER_TYPES, DSparkConfig
 from ..errors import CheckpointFieldError
 from .fields import Fields
 
@@ -64,6 +64,22 @@ def read_window(fields: Fields, backbone: dict[str, Any]) -> int | None:
             "to true, or the layer types to full_attention, as the drafter was trained.",
         )
     return fields.whole("sliding_window")
+
+
+def render_backbone(config: DSparkConfig) -> dict[str, Any]:
+    """The inverse of `read_backbone` and `read_window`, in the keys of `Qwen3Config`."""
+    slides = "sliding_attention" in config.layer_types
+    return {
+        **{name: getattr(config, name) for name in _COPIED},
+        "model_type": "qwen3",
+        "layer_types": config.layer_types,
+        "max_window_layers": config.num_hidden_layers,
+        "rope_parameters": config.rope_parameters,
+        "sliding_window": config.sliding_window if slides else None,
+        "use_sliding_window": slides,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+    }
 
 
 def _read_rope(fields: Fields) -> dict[str, Any]:

@@ -3,13 +3,25 @@
 Sliding layers follow the dflash 0.1.0 package: a window per query, causal unless `is_causal` is false.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
-from .fields import NO_HEADS, Fields, read_block, read_special_tokens, read_taps
-from .qwen3 import read_backbone, read_window
+from ..configuration_dspark import DSparkConfig
+from .fields import (
+    NO_HEADS,
+    Fields,
+    read_block,
+    read_special_tokens,
+    read_taps,
+    read_target,
+    render_block,
+    render_common,
+)
+from .qwen3 import read_backbone, read_window, render_backbone
 
 ARCHITECTURES = ("DFlashDraftModel",)
 SPARE_TENSORS = ()
+OWN_PARTS = "never"
 
 
 def translate(source: str, config_dict: dict[str, Any]) -> dict[str, Any]:
@@ -26,12 +38,12 @@ def translate(source: str, config_dict: dict[str, Any]) -> dict[str, Any]:
         **read_special_tokens(fields),
         **read_taps(fields),
         **NO_HEADS,
+        **read_target(fields),
         **_read_windows(fields, backbone),
         "embedding_scale": fields.number("input_embedding_scale"),
         "logits_multiplier": fields.number("output_multiplier", default=1.0),
         "final_logit_softcapping": fields.number("final_logit_softcapping"),
         "dtype": config_dict.get("dtype") or config_dict.get("torch_dtype"),
-        "target_model_name_or_path": fields.get("target_model_name_or_path"),
         "source_format": "z-lab dflash",
     }
 
@@ -48,3 +60,22 @@ def _read_windows(fields: Fields, backbone: dict[str, Any]) -> dict[str, Any]:
     if window is None:
         return {}
     return {"sliding_window": window, "sliding_window_origin": "query", "sliding_block_causal": is_causal}
+
+
+def render(config: DSparkConfig, target_architectures: Sequence[str]) -> dict[str, Any]:
+    """The `config.json` of a drafter in this format, as far as it goes: see `checkpoints.render_config`."""
+    block = render_block(config)
+    optional = {
+        "input_embedding_scale": config.embedding_scale,
+        "output_multiplier": None if config.logits_multiplier == 1.0 else config.logits_multiplier,
+        "final_logit_softcapping": config.final_logit_softcapping,
+        "is_causal": None if config.sliding_block_causal else False,
+    }
+    return {
+        **render_common(config),
+        **render_backbone(config),
+        "architectures": [*ARCHITECTURES],
+        "block_size": block["block_size"],
+        "dflash_config": {"mask_token_id": block["mask_token_id"], "target_layer_ids": config.target_layer_ids},
+        **{name: value for name, value in optional.items() if value is not None},
+    }
