@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from functools import cache
 from pathlib import Path
 
@@ -352,6 +353,37 @@ def test_the_clock_ends_a_run_and_leads_the_learning_rate(tmp_path):
     assert trainer.state.global_step > 3
     assert max(rates) > 2e-3
     assert rates[-1] < 0.1 * max(rates)
+
+
+class Stop(TrainerCallback):
+    """Somebody ends the run after a step."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= self.step
+
+
+def test_a_run_by_the_clock_goes_on_from_its_checkpoint(tmp_path):
+    settings = {"max_steps": -1, "max_seconds": 600.0, "save_strategy": "steps", "save_steps": 2}
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, callbacks=[Kill(3)], **settings)
+    saved = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
+    before = saved["stateful_callbacks"]["ClockCallback"]["attributes"]
+    assert before["elapsed"] > 0
+    time.sleep(0.5)
+    trainer = train(tmp_path, resume=True, callbacks=[Stop(6)], **settings)
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["step"] for entry in history] == [1, 2, 3, 4, 5, 6]
+    assert [entry["draft_tokens"] for entry in history][1] == before["draft_tokens"]
+    seconds = [entry["seconds"] for entry in history]
+    assert seconds == sorted(seconds)
+    assert seconds[2] >= round(before["elapsed"], 1)
+    # The warm-up of 0.04 x 600 s goes by the same clock.
+    rates = [entry["learning_rate"] for entry in history]
+    assert rates == sorted(rates)
+    assert rates[-1] == pytest.approx(3e-3 * seconds[-1] / 24, abs=3e-3 / 24)
 
 
 def test_the_bar_of_a_run_by_the_clock_counts_seconds(tmp_path, capsys):

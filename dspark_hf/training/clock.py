@@ -1,6 +1,7 @@
 """The clock that may end a run, and what it has seen so far: kept in checkpoints, shown while it trains."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,16 +41,14 @@ class Clock:
         return self.share
 
 
-class ByClock:
-    """A schedule of the learning rate that is asked for the time in place of the step. Nothing of it is saved."""
+def by_clock(rule: Callable[[int], float], clock: Clock) -> Callable[[int], float]:
+    """A schedule of the learning rate that is asked for the time in place of the step."""
 
-    __slots__ = ("_clock", "_rule")
+    # A plain function: of anything else, a checkpoint of the schedule would hold the attributes.
+    def rate(step: int) -> float:
+        return rule(round(clock.share * CLOCK_STEPS))
 
-    def __init__(self, rule: Any, clock: Clock):
-        self._rule, self._clock = rule, clock
-
-    def __call__(self, step: int) -> float:
-        return self._rule(round(self._clock.share * CLOCK_STEPS))
+    return rate
 
 
 class ClockCallback(TrainerCallback, ExportableState):

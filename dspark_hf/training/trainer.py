@@ -16,7 +16,7 @@ from transformers import ProgressCallback, Trainer
 from ..alignment import check_pair
 from ..modeling_dspark import DSparkDrafter
 from .arguments import DSparkTrainingArguments
-from .clock import CLOCK_STEPS, ByClock, Clock, ClockCallback, ClockProgress
+from .clock import CLOCK_STEPS, Clock, ClockCallback, ClockProgress, by_clock
 from .responses import LengthBucketSampler, Response, ResponseDataset, collate
 from .step import StepTotals, TrainingStep
 from .target_features import CachedFeatures, FeatureSource, OnlineFeatures, TargetHead
@@ -231,7 +231,7 @@ class DSparkTrainer(Trainer):
                 f"--lr_scheduler_type {self.args.lr_scheduler_type} goes by more than the step, so it cannot follow "
                 "the clock of --max_seconds. Choose cosine, linear or constant_with_warmup."
             )
-        scheduler.lr_lambdas = [ByClock(rule, self._clock) for rule in scheduler.lr_lambdas]
+        scheduler.lr_lambdas = [by_clock(rule, self._clock) for rule in scheduler.lr_lambdas]
         return scheduler
 
     def close(self) -> None:
