@@ -189,6 +189,10 @@ def _settle(
     had_embedding = "embed_tokens.weight" in tensors
     for part, name in _PARTS.items():
         rule, copy = FORMATS[format_name].OWN_PARTS, None if target is None else target.tensors[name]
+        if part == "own_lm_head" and checkpoint.config.has_reduced_vocabulary:
+            # A head of these ids alone: speculators knows no other place for it than the file.
+            rule = "always" if format_name == "speculators" else rule
+            copy = None if copy is None else _rows_of(copy, stored["d2t"])
         if name not in tensors and rule == "always":
             tensors[name] = _borrowed(checkpoint, part, format_name, copy)
         elif name in tensors and rule != "always" and copy is not None and _same(tensors[name], copy):
@@ -226,6 +230,12 @@ def _borrowed(checkpoint: Checkpoint, part: str, format_name: str, copy: torch.T
             f"{[rows, config.hidden_size]}. Name the target that it was trained for."
         )
     return copy
+
+
+def _rows_of(table: torch.Tensor, d2t: torch.Tensor) -> torch.Tensor | None:
+    """The rows of the ids that the offsets `d2t` lead to; `None` if there are fewer."""
+    ids = torch.arange(len(d2t)) + d2t
+    return table[ids] if int(ids.max()) < len(table) else None
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -99,6 +99,22 @@ class TestThereAndBack:
         convert_drafter(tmp_path / "there", tmp_path / "back", origin)
         assert_same_drafter(FIXTURES / name, tmp_path / "back")
 
+    def test_of_a_head_that_is_borrowed_in_part(self, saved, target, tmp_path):
+        own, of = saved(draft_vocab_size=40), target()
+        with pytest.raises(CheckpointFieldError, match=r"own_lm_head.*stores `lm_head.weight`\. Name the target"):
+            convert_drafter(own, tmp_path / "there", "speculators")
+        done = convert_drafter(own, tmp_path / "there", "speculators", target=of)
+        assert done.added == ["lm_head.weight", "t2d"]
+        ids = torch.arange(40) * 2 + 1
+        assert torch.equal(tensors_of(done.output)["lm_head.weight"], tensors_of(of)["lm_head.weight"][ids])
+        with_head = convert_drafter(done.output, tmp_path / "with head", "dspark_hf")
+        assert with_head.config.own_lm_head
+        # With its target at hand, what is the target's is left out again.
+        back = convert_drafter(done.output, tmp_path / "back", "dspark_hf", target=of)
+        assert back.left_out == ["lm_head.weight", "t2d"]
+        assert_same_tensors(own, back.output)
+        assert not back.config.own_lm_head
+
     @pytest.mark.parametrize("name", OF_QWEN3)
     def test_by_a_detour(self, name, tmp_path):
         for number, format_name in enumerate(["speculators", "dspark_hf", "speculators", "deepspec"]):
