@@ -1,17 +1,18 @@
 """The command that calibrates a drafter: opens the pair, runs the rounds, writes the file, says what it found."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from .calibrating import FEW_BLOCKS, calibrate
 from .calibration import Calibration
-from .comparison import PairSettings, drafter_name, encode_prompt, load_pair, target_name
-from .figures import plot_reliability
+from .comparison import PairSettings, check_folders, drafter_name, encode_prompt, load_pair, target_name
+from .figures import plot_reliability, require_matplotlib
 from .prompt_files import PROMPTS_FILE, evenly_spread, read_prompts
+from .reports import console_for, finite, json_field, write_json
 
 
 @dataclass
@@ -37,9 +38,11 @@ class CalibrationSettings(PairSettings):
     temperature: float = field(default=1.0, metadata={"help": "of sampling"})
     seed: int = field(default=0, metadata={"help": "of sampling"})
     plot: str | None = field(default=None, metadata={"help": "file for a reliability diagram (PNG); needs matplotlib"})
+    json: str | None = json_field()
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_folders(self, "plot", "json")
         if self.output is None and (self.drafter is None or not Path(self.drafter).is_dir()):
             raise ValueError("--output is missing: --drafter is no folder that the file could go to")
         for name in ("max_new_tokens", "num_prompts"):
@@ -57,7 +60,11 @@ def run_calibration(settings: CalibrationSettings) -> Calibration:
     if settings.output is not None and not settings.folder.is_dir():
         raise OSError(f"--output: {settings.output} is no folder")
     prompts = evenly_spread(read_prompts(Path(settings.prompts or PROMPTS_FILE)), settings.num_prompts)
-    pair = load_pair(settings)
+    if settings.plot is not None:
+        require_matplotlib()
+    console = console_for(settings.json)
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    pair = load_pair(settings, say)
     calibration = calibrate(
         pair.drafter,
         pair.target,
@@ -67,7 +74,7 @@ def run_calibration(settings: CalibrationSettings) -> Calibration:
         do_sample=settings.do_sample,
         temperature=settings.temperature,
         seed=settings.seed,
-        progress=lambda inputs: iter(track(inputs, description="prompts")),
+        progress=lambda inputs: iter(track(inputs, description="prompts", console=console)),
     )
     provenance = {
         **calibration.provenance,
@@ -77,15 +84,15 @@ def run_calibration(settings: CalibrationSettings) -> Calibration:
     }
     calibration = replace(calibration, provenance=provenance)
     path = calibration.save(settings.folder)
-    console = Console()
     console.print(table_of(calibration))
-    console.print("ECE, mean of all positions: {:.2%} before, {:.2%} after.".format(*calibration.ece))
+    say("ECE, mean of all positions: {:.2%} before, {:.2%} after.".format(*calibration.ece))
     if calibration.num_blocks["fit"] < FEW_BLOCKS:
-        console.print(f"Fitted to fewer than {FEW_BLOCKS} drafts: more prompts give temperatures that hold better.")
-    print(f"wrote {path}")
+        say(f"Fitted to fewer than {FEW_BLOCKS} drafts: more prompts give temperatures that hold better.")
+    say(f"wrote {path}")
     if settings.plot is not None:
         plot_reliability(calibration, settings.plot)
-        print(f"wrote {settings.plot}")
+        say(f"wrote {settings.plot}")
+    write_json({"file": str(path), **finite(asdict(calibration))}, settings.json)
     return calibration
 
 

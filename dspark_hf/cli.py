@@ -7,6 +7,7 @@ import json
 import platform
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,8 +35,9 @@ from .generate_run import GenerateSettings, run_generate
 from .hub import PushSettings, run_push
 from .inspect_run import InspectSettings, run_inspect
 from .profile_run import ProfileSettings, run_profile
-from .reports import console_for, json_field, write_json
-from .training.run import TrainSettings, run_training
+from .prompt_files import numbered_lines
+from .reports import STANDARD_OUTPUT, console_for, finite, json_field, write_json
+from .training.run import TrainSettings, report_of, run_training
 
 
 @dataclass
@@ -77,12 +79,19 @@ def _profile(settings: ProfileSettings) -> int:
 
 
 def _data(settings: DataSettings) -> int:
-    print(f"wrote {run_data(settings)}")
+    path = run_data(settings)
+    console_for(settings.json).print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
+    num_rows = sum(1 for _ in numbered_lines(path))
+    write_json({"output": str(path), "num_rows": num_rows}, settings.json)
     return 0
 
 
 def _train(settings: TrainSettings) -> int:
-    run_training(settings)
+    # transformers prints its log.
+    with redirect_stdout(sys.stderr) if settings.json == STANDARD_OUTPUT else nullcontext():
+        trainer = run_training(settings)
+    if settings.process_index == 0:
+        write_json(finite(report_of(trainer)), settings.json)
     return 0
 
 

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,9 +22,11 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from .calibration import CALIBRATION_NAME
 from .checkpoints import FORMATS, Checkpoint, read_checkpoint, render_config
 from .checkpoints.files import load_tensors, optional_file, read_shapes
+from .comparison import check_folders
 from .configuration_dspark import DSparkConfig
 from .errors import CheckpointFieldError
 from .modeling_dspark import DSparkDrafter
+from .reports import console_for, json_field, write_json
 from .serving import launch_lines
 
 # What may lie beside a drafter, and means the same in every format.
@@ -67,8 +70,10 @@ class ConvertSettings:
     revision: str | None = field(default=None, metadata={"help": "branch, tag or commit of a source on the Hub"})
     max_shard_size: str = field(default="5GB", metadata={"help": "largest size of one weight file"})
     launch: bool = field(default=False, metadata={"help": "print how engines serve the converted drafter"})
+    json: str | None = json_field()
 
     def __post_init__(self) -> None:
+        check_folders(self, "json")
         for option, what in (("source", "a folder or hub id"), ("output", "the folder to write")):
             if getattr(self, option) is None:
                 raise ValueError(f"{option} is missing: {what}")
@@ -101,8 +106,10 @@ class _Target:
     tensors: dict[str, torch.Tensor]
 
 
-def run_conversion(settings: ConvertSettings, report: Callable[[str], None] = print) -> Conversion:
+def run_conversion(settings: ConvertSettings, report: Callable[[str], None] | None = None) -> Conversion:
     """Converts, and says what was done."""
+    if report is None:
+        report = partial(console_for(settings.json).print, markup=False, highlight=False, soft_wrap=True)
     conversion = convert_drafter(
         str(settings.source),
         str(settings.output),
@@ -115,9 +122,16 @@ def run_conversion(settings: ConvertSettings, report: Callable[[str], None] = pr
     for what, names in (("added", conversion.added), ("left out", conversion.left_out)):
         if names:
             report(f"{what}: {', '.join(names)}")
+    launches = []
     if settings.launch:
-        for launch in launch_lines(conversion.config, settings.format, str(conversion.output), settings.target):
+        launches = launch_lines(conversion.config, settings.format, str(conversion.output), settings.target)
+        for launch in launches:
             report(str(launch))
+    tensors = {"added": conversion.added, "left_out": conversion.left_out}
+    lines = [str(launch) for launch in launches]
+    write_json(
+        {"output": str(conversion.output), "format": settings.format, **tensors, "launch": lines}, settings.json
+    )
     return conversion
 
 

@@ -1,13 +1,14 @@
 """The command that measures prices: opens the pair, decodes with drafts of every length, says what pays."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import partial
 
-from rich.console import Console
 from rich.table import Table
 
-from .comparison import PairSettings, load_pair
+from .comparison import PairSettings, check_folders, load_pair
 from .cost_model import CostModel, profile_costs
-from .figures import plot_costs
+from .figures import plot_costs, require_matplotlib
+from .reports import console_for, json_field, write_json
 
 
 @dataclass
@@ -29,9 +30,11 @@ class ProfileSettings(PairSettings):
         default=None, metadata={"help": "file for the prices (JSON); default: the user's cache"}
     )
     plot: str | None = field(default=None, metadata={"help": "file for the cost curve (PNG); needs matplotlib"})
+    json: str | None = json_field()
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_folders(self, "plot", "json")
         numbers = {"batch_size": self.batch_size, "context_length": self.context_length, "repeats": [self.repeats]}
         for name, values in numbers.items():
             if not values or min(values) < 1:
@@ -42,7 +45,11 @@ class ProfileSettings(PairSettings):
 
 def run_profile(settings: ProfileSettings) -> CostModel:
     """Runs `dspark-hf profile`."""
-    pair = load_pair(settings)
+    console = console_for(settings.json)
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    if settings.plot is not None:
+        require_matplotlib()
+    pair = load_pair(settings, say)
     model = profile_costs(
         pair.target,
         pair.drafter,
@@ -50,16 +57,17 @@ def run_profile(settings: ProfileSettings) -> CostModel:
         context_lengths=settings.context_length,
         repeats=settings.repeats,
     )
-    console = Console()
     for context_length in model.contexts:
         for num_rows in sorted(set(settings.batch_size)):
             console.print(_table(model, num_rows, context_length, settings))
             for acceptance in settings.acceptance:
-                console.print(advice(model, num_rows, acceptance, context_length))
-    print(f"wrote {model.save(settings.output)}")
+                say(advice(model, num_rows, acceptance, context_length))
+    path = model.save(settings.output)
+    say(f"wrote {path}")
     if settings.plot is not None:
         plot_costs({n: (prices.passes, prices.drafts) for n, prices in model.contexts.items()}, settings.plot)
-        print(f"wrote {settings.plot}")
+        say(f"wrote {settings.plot}")
+    write_json({"file": str(path), **asdict(model)}, settings.json)
     return model
 
 

@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 import sys
 from dataclasses import field
 from pathlib import Path
@@ -40,3 +41,12 @@ def write_json(report: Any, path: str | None) -> None:
         sys.stdout.write(text)
     else:
         Path(path).write_text(text, encoding="utf-8")
+
+
+def finite(report: Any) -> Any:
+    """A report with `None` for what is not a number, which JSON does not know."""
+    if isinstance(report, dict):
+        return {name: finite(value) for name, value in report.items()}
+    if isinstance(report, (list, tuple)):
+        return [finite(value) for value in report]
+    return None if isinstance(report, float) and not math.isfinite(report) else report

@@ -13,7 +13,7 @@ from test_demo import CHAT_TEMPLATE, ascii_tokenizer
 from transformers import AutoModelForCausalLM
 
 from dspark_hf import DSparkDrafter, checkpoints, dispatch, doctor_run, inspect_run, registry
-from dspark_hf.cli import main
+from dspark_hf.cli import COMMANDS, main
 from dspark_hf.comparison import Pair, PairSettings, drafter_name, encode_prompt, load_drafter, load_pair
 from dspark_hf.demo_weights import DRAFTER_FOLDER
 from dspark_hf.errors import IncompleteCheckpointError, UnknownTargetError, UnsupportedCheckpointError
@@ -375,3 +375,56 @@ class TestDemo:
         assert all(prompt["identical"] and prompt["within_rounding"] for prompt in report["prompts"])
         assert all(prompt["num_new_tokens"] == 8 for prompt in report["prompts"])
         assert "geometric mean" in done.err
+
+
+class TestJson:
+    """`--json` alone: nothing but JSON on standard output."""
+
+    def test_every_command_has_it(self):
+        lacking = [name for name, (settings, _) in COMMANDS.items() if "json" not in settings.__dataclass_fields__]
+        assert lacking == []
+
+    def test_profile(self, target_folder, tmp_path, capsys):
+        pair = f"--target {target_folder} --drafter {FIXTURE} --dtype float32 --device cpu".split()
+        output = tmp_path / "prices.json"
+        done = run(
+            capsys, "profile", *pair, "--repeats", "1", "--context-length", "16", "--output", str(output), "--json"
+        )
+        report = json.loads(done.out)
+        assert report["file"] == str(output)
+        assert report["contexts"] == json.loads(output.read_text())["contexts"]
+        assert "milliseconds" in done.err
+
+    def test_calibrate(self, target_folder, tmp_path, capsys):
+        pair = f"--target {target_folder} --drafter {FIXTURE} --dtype float32 --device cpu".split()
+        options = ["--num-prompts", "6", "--max-new-tokens", "12", "--output", str(tmp_path), "--json"]
+        done = run(capsys, "calibrate", *pair, *options)
+        report = json.loads(done.out)
+        assert len(report["temperatures"]) == 7
+        assert report["file"] == str(tmp_path / "dspark_calibration.json")
+        assert "ECE" in done.err
+
+    def test_convert(self, tmp_path, capsys):
+        output = str(tmp_path / "there")
+        done = run(capsys, "convert", str(FIXTURE), output, "--format", "speculators", "--launch", "--json")
+        report = json.loads(done.out)
+        assert (report["output"], report["format"], report["added"]) == (output, "speculators", [])
+        assert any("vllm" in line for line in report["launch"])
+        assert "wrote" in done.err
+
+    def test_data_and_train(self, target_folder, tmp_path, capsys):
+        prompts, rows = tmp_path / "prompts.jsonl", tmp_path / "rows.jsonl"
+        prompts.write_text("".join(json.dumps({"index": i, "prompt": f"say {i}"}) + "\n" for i in range(6)))
+        options = ["--dtype", "float32", "--device", "cpu", "--max-new-tokens", "12", "--json"]
+        done = run(
+            capsys, "data", "--target", target_folder, "--prompts", str(prompts), "--output", str(rows), *options
+        )
+        assert json.loads(done.out) == {"output": str(rows), "num_rows": 6}
+        options = "--max-steps 2 --use-cpu True --num-hidden-layers 1 --block-size 3 --markov-rank 4 --mask-token-id 1"
+        files = ["--data", str(rows), "--output-dir", str(tmp_path / "drafter"), "--target", target_folder]
+        done = run(capsys, "train", *files, *options.split(), "--target-dtype", "float32", "--json")
+        report = json.loads(done.out)
+        assert (report["output_dir"], report["steps"]) == (str(tmp_path / "drafter"), 2)
+        assert report["draft_tokens"] > 0
+        assert report["eval_prompts_tau"] >= 1
+        assert "τ greedy" in done.err

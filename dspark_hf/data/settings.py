@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..comparison import TargetSettings, check_folders, check_positive
+from ..reports import json_field
 
 
 @dataclass
@@ -56,6 +57,7 @@ class DataSettings(TargetSettings):
     seed: int = field(default=0, metadata={"help": "of sampling"})
     batch_size: int = field(default=32, metadata={"help": "responses that are written at a time"})
     threads: int | None = field(default=None, metadata={"help": "CPU threads of torch; default: its own choice"})
+    json: str | None = json_field()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,7 +81,7 @@ class DataSettings(TargetSettings):
             raise ValueError(
                 f"--output is {self.output}, expected a name that ends in .jsonl (compress it afterwards)"
             )
-        check_folders(self, "output")
+        check_folders(self, "output", "json")
 
     def _check_numbers(self) -> None:
         check_positive(self, "num_prompts", "max_new_tokens", "max_prompt_tokens", "text_tokens")

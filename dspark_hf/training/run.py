@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.trainer_utils import get_last_checkpoint
@@ -15,6 +14,7 @@ from ..comparison import check_folders, id_list
 from ..demo_weights import TARGET_ID, fetch_demo_target
 from ..figures import plot_training, require_matplotlib
 from ..modeling_dspark import DSparkDrafter
+from ..reports import console_for, json_field
 from .arguments import DSparkTrainingArguments
 from .new_drafter import choose_draft_vocabulary, choose_mask_token, new_drafter, with_draft_vocabulary
 from .responses import Response, read_responses, split_held_out
@@ -75,9 +75,10 @@ class TrainSettings(DSparkTrainingArguments):
     )
 
     plot: str | None = field(default=None, metadata={"help": "file for the training curve (PNG); needs matplotlib"})
+    json: str | None = json_field()
 
     def __post_init__(self) -> None:
-        check_folders(self, "plot")
+        check_folders(self, "plot", "json")
         if self.output_dir is None:
             raise ValueError("--output-dir is missing: the folder for the drafter")
         if not self.data:
@@ -136,13 +137,21 @@ def run_training(settings: TrainSettings, report: Callable[[str], None] = print)
             trainer.save_state()
             trainer.save_metrics("eval", metrics)
             if settings.process_index == 0:
-                Console().print(table_of(metrics, drafter.config.num_draft_tokens))
+                console_for(settings.json).print(table_of(metrics, drafter.config.num_draft_tokens))
         if settings.plot is not None and settings.process_index == 0:
             plot_training({"training": trainer.state.log_history}, settings.plot)
             report(f"wrote {settings.plot}")
     finally:
         trainer.close()
     return trainer
+
+
+def report_of(trainer: "DSparkTrainer") -> dict[str, Any]:
+    """What `--json` says of a run: `output_dir`, `steps`, `draft_tokens`, and the last evaluation."""
+    step = trainer.state.global_step
+    last = [entry for entry in trainer.state.log_history if entry["step"] == step]
+    metrics = {name: value for entry in last for name, value in entry.items() if name.startswith("eval_")}
+    return {"output_dir": trainer.args.output_dir, "steps": step, "draft_tokens": trainer.draft_tokens, **metrics}
 
 
 def table_of(metrics: dict[str, float], num_draft_tokens: int) -> Table:

@@ -101,6 +101,11 @@ class DSparkTrainer(Trainer):
         if args.max_seconds is not None and self.pop_callback(ProgressCallback) is not None:
             self.add_callback(ClockProgress(self._clock))
 
+    @property
+    def draft_tokens(self) -> int:
+        """Supervised draft tokens so far, of all processes and also before a restart."""
+        return self._clock.draft_tokens
+
     # Batches
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
