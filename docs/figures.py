@@ -19,9 +19,9 @@ from dspark_hf.modeling_dspark import BlockMasks
 from dspark_hf.sampling import probabilities, residual
 
 matplotlib.use("Agg")
-from matplotlib import pyplot  # noqa: E402
-from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.patches import Rectangle  # noqa: E402
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
 
 FOLDER = Path(__file__).parent / "figures"
 GIVEN, ACCEPTED, REJECTED, UNUSED, BONUS = "#e4e4e4", "#b7e0b7", "#f3b0a8", "#f7f7f7", "#a9c9ec"
@@ -88,7 +88,9 @@ def committed_ids(pair: Pair, prompt: str, trace: Trace) -> list[int]:
 def cell(panel: Axes, x: float, y: float, text: str, color: str, confidence: float | None = None) -> None:
     panel.add_patch(Rectangle((x, y), 0.94, 0.9, facecolor=color, edgecolor="0.6", linewidth=0.6))
     shown = repr(text)[1:-1].replace("$", r"\$").strip() or "␣"
-    panel.text(x + 0.47, y + (0.45 if confidence is None else 0.6), shown, ha="center", va="center", family="monospace")
+    panel.text(
+        x + 0.47, y + (0.45 if confidence is None else 0.6), shown, ha="center", va="center", family="monospace"
+    )
     if confidence is not None:
         panel.text(x + 0.47, y + 0.2, f"{100 * confidence:.0f} %", ha="center", va="center", fontsize=6, color="0.35")
 
@@ -111,7 +113,7 @@ def draw_passes(traces: dict[str, Trace], path: Path) -> None:
 
 
 def draw_rejection(pair: Pair, prompt: str, path: Path, num_tokens: int = 6) -> None:
-    """A position of a sampled draft that both distributions share about by half: what is accepted, and what is left."""
+    """A position of a sampled draft that both distributions share by about a half: what stands, and what is left."""
     recorded: list[tuple[torch.Tensor, Draft]] = []
     commit = Committer.commit
 
@@ -138,7 +140,9 @@ def draw_rejection(pair: Pair, prompt: str, path: Path, num_tokens: int = 6) -> 
     panel.bar([x - 0.2 for x in places], heights(target, shown), 0.38, color=BONUS, label="target p")
     panel.bar([x + 0.2 for x in places], heights(drafted, shown), 0.38, color=GIVEN, label="drafter q")
     stands = torch.minimum(target, drafted)
-    panel.bar([x + 0.2 for x in places], heights(stands, shown), 0.38, color=ACCEPTED, label="of it accepted: min(p, q)")
+    panel.bar(
+        [x + 0.2 for x in places], heights(stands, shown), 0.38, color=ACCEPTED, label="of it accepted: min(p, q)"
+    )
     panel.set_title(f"draft token: stands with probability {stands.sum().item():.2f}")
     after.bar(places, heights(left, shown), 0.5, color=REJECTED, label="(p - q)+, normalised")
     after.set_title("after a rejection")

@@ -49,7 +49,11 @@ def api_page() -> str:
     missing = sorted(set(package.exports or []) - set(listed))
     if missing:
         raise ValueError(f"BY_TOPIC of docs/make_api.py has no place for {', '.join(missing)}.")
-    lines = ["# API reference", "", "Made from the docstrings by `python docs/make_api.py`: change those, not this page."]
+    lines = [
+        "# API reference",
+        "",
+        "Made from the docstrings by `python docs/make_api.py`: change those, not this page.",
+    ]
     lines += ["Names without a module come from `dspark_hf` itself.", ""]
     for topic, names in BY_TOPIC.items():
         lines += [f"- {topic}: " + ", ".join(f"[`{name}`](#{_anchor(name)})" for name in names)]

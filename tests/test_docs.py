@@ -5,6 +5,7 @@ says why, in a comment above it: `<!-- not run: needs a Hub -->`.
 """
 
 import importlib.util
+import itertools
 import re
 import shlex
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from dspark_hf import DSparkDrafter, cli
 ROOT = Path(__file__).parent.parent
 FIXTURE = FIXTURES / "deepspec_qwen3_vanilla"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("model_cards/**/*.md"))]
+FOLDERS = ("", "docs", "dspark_hf", "dspark_hf/checkpoints", "tests")  # whose files pages name without the folder
 NOT_RUN = re.compile(r"<!-- not run: \S.* -->")
 
 
@@ -44,7 +46,7 @@ def anchors(page: Path) -> set[str]:
     """What GitHub calls the headings of a page."""
     found: dict[str, int] = {}
     parsed = tokens(page)
-    for heading, text in zip(parsed, parsed[1:], strict=False):
+    for heading, text in itertools.pairwise(parsed):
         if heading.type == "heading_open":
             words = "".join(child.content for child in text.children or [] if child.type in ("text", "code_inline"))
             slug = re.sub(r"[^\w\- ]", "", words.lower()).replace(" ", "-")
@@ -65,6 +67,13 @@ def test_every_link_leads_somewhere(page: Path):
         there = (page.parent / path).resolve() if path else page
         assert there.exists(), f"{name_of(page)} links to {link}, which is not there"
         assert not anchor or anchor in anchors(there), f"{name_of(page)} links to {link}, which has no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_that_the_text_names_are_there(page: Path):
+    named = {token.content for token in inline(page) if token.type == "code_inline"}
+    for file in (name for name in named if re.fullmatch(r"[\w/]+\.py", name) and "generate.py" not in name):
+        assert any((ROOT / folder / file).exists() for folder in FOLDERS), f"{name_of(page)} names {file}"
 
 
 def test_the_index_has_every_page():
