@@ -252,10 +252,10 @@ def _measure(
     num_lengths = 1 + drafter.config.num_draft_tokens
     vocab_size = target.config.get_text_config(decoder=True).vocab_size
     input_ids = torch.randint(vocab_size, (num_rows, context_length), generator=generator).to(target.device)
-    rounds: list[Round] = []
-    # The first turn does not count: the first pass of each size pays for what happens once.
-    while len(rounds) < (repeats + 1) * num_lengths:
-        num_tokens = (repeats + 1) * num_lengths
+    rounds: dict[int, list[Round]] = {length: [] for length in range(num_lengths)}
+    # Enough for a turn of all lengths, even if every draft is accepted.
+    num_tokens = max((repeats + 1) * num_lengths, num_lengths * (num_lengths + 1))
+    while min(map(len, rounds.values())) < repeats + 1:
         with drafter.trace() as trace:
             target.generate(
                 input_ids=input_ids,
@@ -267,24 +267,19 @@ def _measure(
                 assistant_model=drafter,
                 num_assistant_tokens_schedule=_Sweep,
             )
-        # Where the room ran out, drafts are cut and rows gone.
-        rounds += [one for one in trace.rounds if len(one.rows) == num_rows and _is_even(one)]
-    return _medians(rounds[num_lengths:], num_rows)
+        for one in trace.rounds:
+            lengths = {len(proposed) for proposed, _, _ in one.per_row()}
+            # Where the room ran out, drafts are cut and rows gone.
+            if len(one.rows) == num_rows and len(lengths) == 1:
+                rounds[lengths.pop()].append(one)
+    # The first one of each length does not count: it pays for what happens once.
+    return _medians({length: of_length[1:] for length, of_length in rounds.items()}, num_rows)
 
 
-def _is_even(one: Round) -> bool:
-    return len({len(proposed) for proposed, _, _ in one.per_row()}) == 1
-
-
-def _medians(rounds: list[Round], num_rows: int) -> tuple[dict[int, float], dict[int, float]]:
-    """Median seconds of passes by their size, and of drafts by their length."""
-    by_length: dict[int, list[Round]] = {}
-    for one in rounds:
-        proposed, _, _ = next(one.per_row())
-        by_length.setdefault(len(proposed), []).append(one)
-    lengths = sorted(by_length)
-    passes = {num_rows * n: median(r.seconds - r.draft_seconds for r in by_length[n]) for n in lengths}
-    return passes, {n: median(r.draft_seconds for r in by_length[n]) for n in lengths if n}
+def _medians(rounds: dict[int, list[Round]], num_rows: int) -> tuple[dict[int, float], dict[int, float]]:
+    """Median seconds of passes by their size, and of drafts by their length, from rounds by draft length."""
+    passes = {num_rows * n: median(r.seconds - r.draft_seconds for r in of_n) for n, of_n in rounds.items()}
+    return passes, {n: median(r.draft_seconds for r in of_n) for n, of_n in rounds.items() if n}
 
 
 def _cached(place: dict[str, Any]) -> Path:

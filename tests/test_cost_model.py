@@ -8,8 +8,10 @@ from pathlib import Path
 import kit
 import pytest
 import torch
+from conftest import FIXTURES
+from transformers import AutoModelForCausalLM
 
-from dspark_hf import cost_model, generation
+from dspark_hf import DSparkDrafter, cost_model, generation
 from dspark_hf.cli import main
 from dspark_hf.cost_model import CostModel, Prices, place_of, profile_costs
 from dspark_hf.costs import CostTable, RoundCosts
@@ -152,6 +154,16 @@ class TestUse:
 
 
 class TestProfile:
+    def test_a_drafter_that_is_always_right_is_measured_at_every_length(self):
+        folder = FIXTURES / "deepspec_qwen3_vanilla"
+        target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
+        drafter = DSparkDrafter.from_pretrained(folder, dtype=torch.float32)
+        with drafter.trace() as trace:
+            model = profile_costs(target, drafter, context_lengths=(20,), repeats=1)
+        assert trace.summary().acceptance_length > 3
+        assert [*model.contexts[20].passes[1]] == [*range(8)]
+        assert [*model.contexts[20].drafts[1]] == [*range(1, 8)]
+
     @pytest.mark.parametrize("num_draft_tokens", [1, 4])
     def test_every_length_is_measured(self, num_draft_tokens):
         drafter = kit.new_drafter(block_size=num_draft_tokens)

@@ -103,6 +103,7 @@ def tiny_pair(monkeypatch, tmp_path) -> dict:
     model.generation_config.max_new_tokens = 24
     drafter = DSparkDrafter.from_pretrained(FIXTURE, dtype=torch.float32)
     tokenizer = ascii_tokenizer()
+    tokenizer.pad_token = "~"
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: model)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
     monkeypatch.setattr(DSparkDrafter, "from_pretrained", lambda *_, **__: drafter)
