@@ -1,7 +1,8 @@
-"""Every example runs, on a tiny pair, and what it prints is true."""
+"""Every example runs, on a tiny pair, and what it prints is true; every notebook too."""
 
 import io
 import json
+import os
 import re
 import runpy
 import sys
@@ -17,7 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dspark_hf import Calibration, DSparkDrafter
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+NOTEBOOKS = EXAMPLES / "notebooks"
 DRAFTER = FIXTURES / "deepspec_qwen3_vanilla"
 HUB_ID = "org/tiny-target"
 
@@ -207,3 +210,65 @@ ELSEWHERE = ["train_smollm2"]
 @pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in ELSEWHERE))
 def test_every_example_is_run_here(name):
     assert f"test_{name}" in globals(), f"examples/{name}.py has no test: write one that looks at what it prints"
+
+
+def stored(name: str) -> dict:
+    return json.loads((NOTEBOOKS / name).read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def run_notebook(target_folder, monkeypatch, tmp_path):
+    """Runs a notebook with the tiny pair in its cell of parameters. Returns what it printed, and how many figures it
+    drew."""
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    pair = {"target_id": str(target_folder), "drafter_id": str(DRAFTER), "dtype": "float32", "max_new_tokens": 12}
+
+    def run(name: str) -> tuple[str, int]:
+        notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
+        (parameters,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ()))
+        parameters.source = "\n".join(f"{name} = {value!r}" for name, value in pair.items())
+        where = {"metadata": {"path": str(tmp_path)}}
+        nbclient.NotebookClient(notebook, timeout=300, resources=where).execute()
+        outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+        text = "".join(output.text for output in outputs if output.get("name") == "stdout")
+        return text, sum("image/png" in output.get("data", {}) for output in outputs)
+
+    return run
+
+
+def test_faster_in_ten_lines(run_notebook, plain):
+    text, num_figures = run_notebook("faster_in_ten_lines.ipynb")
+    assert plain("<Write a Python function that reverses a string, and explain it.>:", 12) in text
+    num_tokens, num_rounds, tau = numbers(r"(\d+) tokens in 1 \+ (\d+) passes .*\n.*: ([\d.]+) tokens per round", text)
+    assert num_tokens == 12
+    assert tau == pytest.approx(11 / num_rounds, abs=0.006)
+    assert text.count("the same text") == 3
+    assert num_figures == 1
+
+
+def test_the_ten_lines_are_ten():
+    heading = "## The ten lines"
+    cells = ["".join(cell["source"]) for cell in stored("faster_in_ten_lines.ipynb")["cells"]]
+    code = cells[cells.index(heading) + 1]
+    assert len([line for line in code.splitlines() if line.strip()]) == 10
+
+
+def test_look_inside_a_round(run_notebook, plain):
+    text, num_figures = run_notebook("look_inside_a_round.ipynb")
+    assert plain("<A train travels 60 km in 45 minutes. How fast is it in km/h?>:", 12) in text
+    assert numbers(r"(\d+) tokens, (\d+) rounds", text)[0] == 12
+    assert numbers(r"(\d+) tokens were judged", text)[0] > 0
+    counts = re.findall(r"^ *(\d+) × (?:drafter|lookup|none): ", text, flags=re.MULTILINE)
+    assert 1 <= sum(map(int, counts)) <= 11
+    assert num_figures == 4
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in NOTEBOOKS.glob("*.ipynb")))
+def test_a_notebook_is_run_here_and_stored_without_outputs(name):
+    assert f"test_{Path(name).stem}" in globals(), f"examples/notebooks/{name} has no test: write one"
+    for cell in stored(name)["cells"]:
+        assert not cell.get("outputs")
+        assert cell.get("execution_count") is None
