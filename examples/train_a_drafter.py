@@ -4,24 +4,23 @@ python examples/train_a_drafter.py
 python examples/train_a_drafter.py --target Qwen/Qwen3-0.6B --prompts chats.jsonl --max-steps 20000
 
 The defaults take some minutes on a CPU and show how it goes. A drafter that is worth its time needs thousands of
-prompts, and hours: `train_smollm2.py` is such a run.
+prompts, and hours: `train_smollm2.py` is such a run. Every twentieth prompt is held out for the table at the end.
 """
 
 import argparse
+import json
+from itertools import islice
 from pathlib import Path
 
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from template_prompts import prompts
 
-from dspark_hf import DSparkDrafter
 from dspark_hf.data import DataSettings, run_data
-from dspark_hf.demo_weights import fetch_demo_target
-from dspark_hf.prompt_files import PROMPTS_FILE
 from dspark_hf.training.run import TrainSettings, run_training
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--target", help="repository or folder of the target (default: SmolLM2-135M-Instruct)")
 parser.add_argument("--dtype", default="bfloat16", help="of the target")
-parser.add_argument("--prompts", default=str(PROMPTS_FILE), help="JSON lines with prompt (default: 24 of the package)")
+parser.add_argument("--prompts", help="JSON lines with prompt (default: 60, made by template_prompts.py)")
 parser.add_argument("--max-new-tokens", type=int, default=128, help="of a response")
 parser.add_argument("--max-steps", type=int, default=60)
 parser.add_argument("--draft-vocab-size", type=int, default=4096, help="ids that the drafter may propose")
@@ -30,13 +29,16 @@ arguments = parser.parse_args()
 
 folder = Path(arguments.output_dir)
 folder.mkdir(parents=True, exist_ok=True)
+file = arguments.prompts or str(folder / "prompts.jsonl")
+if arguments.prompts is None:
+    Path(file).write_text("".join(json.dumps(row) + "\n" for row in islice(prompts(), 60)), encoding="utf-8")
 
 # A run that was interrupted goes on, here and in the training: start it again with the same folder.
 responses = run_data(
     DataSettings(
         target=arguments.target,
         dtype=arguments.dtype,
-        prompts=[arguments.prompts],
+        prompts=[file],
         output=str(folder / "responses.jsonl"),
         max_new_tokens=arguments.max_new_tokens,
     )
@@ -53,13 +55,4 @@ run_training(
         feature_cache="memory",  # the target runs once for each response
     )
 )
-
-target_id = arguments.target or fetch_demo_target()
-model = AutoModelForCausalLM.from_pretrained(target_id, dtype=arguments.dtype)
-drafter = DSparkDrafter.from_pretrained(folder, dtype=arguments.dtype)
-tokenizer = AutoTokenizer.from_pretrained(target_id)
-messages = [{"role": "user", "content": "What is 12 times 12?"}]
-inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-with drafter.trace() as trace:
-    model.generate(**inputs, assistant_model=drafter, max_new_tokens=arguments.max_new_tokens, do_sample=False)
-print(f"the new drafter: {trace.summary().acceptance_length:.2f} tokens per round")
+print(f"compare it: python examples/evaluate.py --drafter {folder}")
