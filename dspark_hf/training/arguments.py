@@ -75,8 +75,8 @@ class DSparkTrainingArguments(TrainingArguments):
                 raise ValueError(f"--{name.replace('_', '-')} is {value}, it must be positive")
         if self.dataloader_persistent_workers:
             raise ValueError("--dataloader-persistent-workers would draw the anchors of the first epoch in all others")
-        if self.bf16 and not torch.accelerator.is_available():
-            # transformers takes half precision on a CPU only where the CPU was asked for.
+        if not torch.accelerator.is_available():
+            # transformers takes half precision on a CPU, and leaves memory unpinned, only where the CPU was asked for.
             self.use_cpu = True
         # Batches hold anchors and row numbers, which no model's signature names.
         self.remove_unused_columns = False
