@@ -213,14 +213,15 @@ class TestResolvedConfig:
         config = checkpoint.config
         assert config.target_layer_ids == [1, 7, 13, 20, 26]
         assert (config.block_size, config.num_draft_tokens, config.mask_token_id) == (6, 6, 3)
-        assert (config.vocab_size, config.draft_vocab_size, config.has_reduced_vocabulary) == (49152, 8192, True)
+        assert (config.vocab_size, config.draft_vocab_size, config.has_reduced_vocabulary) == (49152, 16384, True)
         assert (config.hidden_size, config.num_attention_heads, config.num_key_value_heads) == (576, 9, 3)
         assert config.rope_parameters == {"rope_type": "default", "rope_theta": 100000.0}
-        assert (config.own_embed_tokens, config.own_lm_head) == (False, True)
+        assert (config.own_embed_tokens, config.own_lm_head) == (False, False)
         assert config.target_model_name_or_path == "HuggingFaceTB/SmolLM2-135M-Instruct"
         assert config.dtype in ("bfloat16", torch.bfloat16)
         assert checkpoint.tensors["markov_head.markov_w1.weight"] == [49152, 64]
-        assert checkpoint.ignored == {"t2d"}
+        assert checkpoint.tensors["d2t"] == [16384]
+        assert checkpoint.ignored == frozenset()
 
 
 class TestOneDrafterWrittenManyWays:

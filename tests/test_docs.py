@@ -25,7 +25,14 @@ from dspark_hf import DSparkDrafter, cli
 ROOT = Path(__file__).parent.parent
 FIXTURE = FIXTURES / "deepspec_qwen3_vanilla"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("model_cards/**/*.md"))]
-FOLDERS = ("", "docs", "dspark_hf", "dspark_hf/checkpoints", "examples", "tests")  # whose files pages name without the folder
+FOLDERS = (
+    "",
+    "docs",
+    "dspark_hf",
+    "dspark_hf/checkpoints",
+    "examples",
+    "tests",
+)  # whose files pages name without the folder
 NOT_RUN = re.compile(r"<!-- not run: \S.* -->")
 
 

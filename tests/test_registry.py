@@ -17,6 +17,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from transformers import AutoModelForCausalLM
 
 from dspark_hf import DSparkDrafter, registry
+from dspark_hf.checkpoints import read_checkpoint
 from dspark_hf.demo_weights import DRAFTER_FOLDER, TARGET_ID
 from dspark_hf.errors import AlignmentError, UnknownTargetError, UnsupportedCheckpointError, UnsupportedGenerationError
 from dspark_hf.registry import NOT_YET, PAIRS_FILE, STATUSES, SUPPORTED, TESTED, KnownPair, find_drafter, known_pairs
@@ -80,7 +81,7 @@ class TestFile:
         assert find_drafter(TARGET_ID).pair.location == DRAFTER_FOLDER
         config = DSparkDrafter.from_pretrained(DRAFTER_FOLDER).config
         assert config.target_model_name_or_path == TARGET_ID
-        assert config.source_format.startswith(find_drafter(TARGET_ID).pair.format)
+        assert read_checkpoint(DRAFTER_FOLDER).format_name == find_drafter(TARGET_ID).pair.format
 
     def test_a_supported_format_is_one_that_a_fixture_has(self):
         written_by = {
