@@ -151,11 +151,12 @@ class TestStream:
             list(pipe.stream(TEXTS[0], num_beams=2))
 
     def test_ends_when_nobody_reads(self, pipe, plain):
+        others = {*threading.enumerate()}
         with pipe.drafter.trace() as trace:
             stream = pipe.stream(TEXTS[0], do_sample=False, max_new_tokens=400)
             next(stream)
             stream.close()
-        assert threading.active_count() == 1
+        assert {*threading.enumerate()} <= others
         assert sum(one.num_new_tokens for one in trace.rounds) < 400
         assert pipe(TEXTS[0], **GREEDY) == plain(TEXTS[0], **GREEDY)
 
