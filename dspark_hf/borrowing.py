@@ -44,9 +44,8 @@ def head_of(drafter: DSparkDrafter, target: PreTrainedModel) -> nn.Module:
     head: Any = drafter.lm_head if drafter.lm_head is not None else target.get_output_embeddings()
     if drafter.lm_head is not None or not drafter.config.has_reduced_vocabulary:
         return head
-    ids = drafter.to_target_ids(torch.arange(drafter.config.draft_vocab_size, device=drafter.device))
     if type(head) not in (nn.Linear, PackedLinear) or head.weight.is_meta:
-        return _Columns(head, ids)
+        return _Columns(head, drafter.proposed_ids)
     is_packed = isinstance(drafter.fc, PackedLinear)
     origin = (
         weight_identity(head.weight),
@@ -58,7 +57,7 @@ def head_of(drafter: DSparkDrafter, target: PreTrainedModel) -> nn.Module:
     of_drafter = _rows.setdefault(drafter, WeakKeyDictionary())
     known = of_drafter.get(head)
     if known is None or known[0] != origin:
-        known = of_drafter[head] = origin, _head_of_rows(head, ids, is_packed)
+        known = of_drafter[head] = origin, _head_of_rows(head, drafter.proposed_ids, is_packed)
     return known[1]
 
 

@@ -30,6 +30,13 @@ GREEDY: dict[str, Any] = {"do_sample": False, "num_beams": 1, "repetition_penalt
 _ROUNDING_UNITS = {torch.bfloat16: 4.0, torch.float16: 4.0, torch.float32: 22.0}
 
 
+def check_given(settings: Any, **needed: str) -> None:
+    """Raises `ValueError` where one of these options, named with what it is, is missing."""
+    for name, what in needed.items():
+        if getattr(settings, name) is None:
+            raise ValueError(f"{name} is missing: {what}")
+
+
 def check_positive(settings: Any, *names: str) -> None:
     """Raises `ValueError` where one of these options is given and below 1, a list of numbers included."""
     for name in names:

@@ -166,6 +166,12 @@ class DSparkConfig(PreTrainedConfig):
         return self.markov_head_type != "none"
 
     @property
+    def borrowed_parts(self) -> list[str]:
+        """What comes from the target: "embedding", "head"."""
+        owned = {"embedding": self.own_embed_tokens, "head": self.own_lm_head}
+        return [part for part, is_owned in owned.items() if not is_owned]
+
+    @property
     def has_reduced_vocabulary(self) -> bool:
         return self.draft_vocab_size != self.vocab_size
 

@@ -22,7 +22,7 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from .calibration import CALIBRATION_NAME
 from .checkpoints import FORMATS, Checkpoint, read_checkpoint, render_config
 from .checkpoints.files import load_tensors, optional_file, read_shapes
-from .comparison import check_folders
+from .comparison import check_folders, check_given
 from .configuration_dspark import DSparkConfig
 from .errors import CheckpointFieldError
 from .modeling_dspark import DSparkDrafter
@@ -74,9 +74,7 @@ class ConvertSettings:
 
     def __post_init__(self) -> None:
         check_folders(self, "json")
-        for option, what in (("source", "a folder or hub id"), ("output", "the folder to write")):
-            if getattr(self, option) is None:
-                raise ValueError(f"{option} is missing: {what}")
+        check_given(self, source="a folder or hub id", output="the folder to write")
 
 
 @dataclass(frozen=True)
@@ -169,7 +167,7 @@ def convert_drafter(
     if format_name not in FORMATS:
         raise ValueError(f"`format_name` must be one of {', '.join(FORMATS)}, got {format_name!r}.")
     checkpoint = read_checkpoint(source, revision=revision)
-    checkpoint.require(_expected_shapes(checkpoint.config))
+    checkpoint.require(DSparkDrafter.tensor_shapes(checkpoint.config))
     opened = None if target is None else _open_target(str(target))
     config, tensors = _settle(checkpoint, load_tensors(source, _location(revision)), format_name, opened)
     config_dict = render_config(
@@ -187,11 +185,6 @@ def convert_drafter(
 
 def _location(revision: str | None = None) -> dict[str, Any]:
     return {"subfolder": "", "revision": revision, "token": None, "local_files_only": False}
-
-
-def _expected_shapes(config: DSparkConfig) -> dict[str, list[int]]:
-    with torch.device("meta"):
-        return {name: list(tensor.shape) for name, tensor in DSparkDrafter(config).state_dict().items()}
 
 
 def _settle(
@@ -246,9 +239,14 @@ def _borrowed(checkpoint: Checkpoint, part: str, format_name: str, copy: torch.T
     return copy
 
 
+def _ids_of(d2t: torch.Tensor) -> torch.Tensor:
+    """The ids that the offsets `d2t` lead to."""
+    return torch.arange(len(d2t)) + d2t
+
+
 def _rows_of(table: torch.Tensor, d2t: torch.Tensor) -> torch.Tensor | None:
     """The rows of the ids that the offsets `d2t` lead to; `None` if there are fewer."""
-    ids = torch.arange(len(d2t)) + d2t
+    ids = _ids_of(d2t)
     return table[ids] if int(ids.max()) < len(table) else None
 
 
@@ -259,7 +257,7 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _readable_by(d2t: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """`t2d`, `[vocab_size]` booleans: the ids that the offsets `d2t` lead to."""
     table = torch.zeros(vocab_size, dtype=torch.bool)
-    table[torch.arange(len(d2t)) + d2t] = True
+    table[_ids_of(d2t)] = True
     return table
 
 

@@ -7,16 +7,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import get_safetensors_metadata
 from huggingface_hub.errors import NotASafetensorsRepoError
 from rich.table import Table
-from safetensors import safe_open
 
 from .calibration import CALIBRATION_NAME
 from .checkpoints import Checkpoint, read_checkpoint, refuse_missing_folder
-from .checkpoints.files import optional_file, weight_files
-from .comparison import check_folders
+from .checkpoints.files import optional_file, read_headers
+from .comparison import check_folders, check_given
 from .configuration_dspark import DSparkConfig
 from .modeling_dspark import DSparkDrafter
 from .reports import console_for, json_field, write_json
@@ -34,8 +32,7 @@ class InspectSettings:
     json: str | None = json_field()
 
     def __post_init__(self) -> None:
-        if self.drafter is None:
-            raise ValueError("drafter is missing: a folder or a hub id")
+        check_given(self, drafter="a folder or a hub id")
         check_folders(self, "json")
 
 
@@ -85,9 +82,7 @@ def inspect_checkpoint(source: str, revision: str | None = None) -> dict[str, An
         return {name: tensor.shape for name, tensor in tensors.items()}
 
     checkpoint = read_checkpoint(source, revision=revision, shapes=shapes)
-    with torch.device("meta"):
-        expected = {name: list(tensor.shape) for name, tensor in DSparkDrafter(checkpoint.config).state_dict().items()}
-    checkpoint.require(expected)
+    checkpoint.require(DSparkDrafter.tensor_shapes(checkpoint.config))
     return _report(checkpoint, tensors, revision)
 
 
@@ -107,13 +102,8 @@ def read_tensors(source: str, revision: str | None = None) -> dict[str, Tensor]:
             raise OSError(f"{source} has no safetensors weights on the hub: {error}") from error
         infos = [file.tensors for file in metadata.files_metadata.values()]
         return {name: Tensor(list(info.shape), str(info.dtype)) for file in infos for name, info in file.items()}
-    tensors = {}
-    for path in weight_files(source, {"subfolder": "", "revision": revision}):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (not a dict)
-                header = file.get_slice(name)
-                tensors[name] = Tensor(list(header.get_shape()), str(header.get_dtype()))
-    return tensors
+    headers = read_headers(source, {"subfolder": "", "revision": revision})
+    return {name: Tensor(*header) for name, header in headers.items()}
 
 
 def _report(checkpoint: Checkpoint, tensors: dict[str, Tensor], revision: str | None) -> dict[str, Any]:
@@ -133,7 +123,7 @@ def _report(checkpoint: Checkpoint, tensors: dict[str, Tensor], revision: str | 
             "markov_rank": config.markov_rank,
             "confidence": config.enable_confidence_head,
         },
-        "shared_with_target": shared_with_target(config),
+        "shared_with_target": config.borrowed_parts,
         "calibrated": calibration is not None,
         "num_parameters": sum(prod(tensors[name].shape) for name in tensors if name not in checkpoint.ignored),
         "num_bytes": sum(tensor.num_bytes for tensor in tensors.values()),
@@ -141,12 +131,6 @@ def _report(checkpoint: Checkpoint, tensors: dict[str, Tensor], revision: str | 
         "tensors": {name: {"shape": tensor.shape, "dtype": tensor.dtype} for name, tensor in tensors.items()},
         "not_needed": sorted(checkpoint.ignored),
     }
-
-
-def shared_with_target(config: DSparkConfig) -> list[str]:
-    """The parts that a drafter borrows from its target."""
-    owned = {"embedding": config.own_embed_tokens, "head": config.own_lm_head}
-    return [part for part, is_owned in owned.items() if not is_owned]
 
 
 def _summary(report: dict[str, Any]) -> Table:

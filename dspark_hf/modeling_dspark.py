@@ -484,9 +484,7 @@ class DSparkDrafter(PreTrainedModel):
         kwargs.pop("code_revision", None)  # no code is ever taken from a repository
         checkpoint = read_checkpoint(pretrained_model_name_or_path, variant=kwargs.get("variant"), **location)
         config = _resolve_config(checkpoint.config, config, location, kwargs)
-        with torch.device("meta"):
-            expected = {name: list(tensor.shape) for name, tensor in cls(config).state_dict().items()}
-        checkpoint.require(expected)
+        checkpoint.require(cls.tensor_shapes(config))
         kwargs["use_safetensors"] = True
         loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
         drafter = loaded[0] if isinstance(loaded, tuple) else loaded
@@ -651,6 +649,17 @@ class DSparkDrafter(PreTrainedModel):
             assert self.markov_head is not None
             latent = self.markov_head.markov_w1(previous_ids)
         return self.confidence_head(hidden_states, latent)
+
+    @classmethod
+    def tensor_shapes(cls, config: DSparkConfig) -> dict[str, list[int]]:
+        """The shape of each tensor that a file of such a drafter holds, by name; nothing is allocated."""
+        with torch.device("meta"):
+            return {name: list(tensor.shape) for name, tensor in cls(config).state_dict().items()}
+
+    @property
+    def proposed_ids(self) -> torch.Tensor:
+        """`[draft_vocab_size]` token ids of the head's rows."""
+        return self.to_target_ids(torch.arange(self.config.draft_vocab_size, device=self.device))
 
     def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Indices of the head's rows to token ids; the same where the drafter proposes the whole vocabulary."""

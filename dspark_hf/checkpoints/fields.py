@@ -13,7 +13,7 @@ from ..configuration_dspark import DSparkConfig
 from ..errors import CheckpointFieldError
 
 PLACES = ("", "dspark_config", "dflash_config", "transformer_layer_config")
-_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _TARGET = ("target_model_name_or_path", "target_model_revision")
 
 
@@ -156,7 +156,7 @@ def _check_tap_range(fields: Fields, name: str, layer_ids: list[int], shift: int
 
 def read_special_tokens(fields: Fields) -> dict[str, Any]:
     """The ids of the target's special tokens, where the file says them."""
-    return {name: fields.get(name) for name in _SPECIAL_TOKENS}
+    return {name: fields.get(name) for name in SPECIAL_TOKENS}
 
 
 def read_target(fields: Fields) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def render_common(config: DSparkConfig) -> dict[str, Any]:
     """What the top level of every foreign `config.json` says: `read_special_tokens`, `read_target` and more."""
     optional = {name: getattr(config, name) for name in (*_TARGET, "num_target_layers")}
     return {
-        **{name: getattr(config, name) for name in _SPECIAL_TOKENS},
+        **{name: getattr(config, name) for name in SPECIAL_TOKENS},
         **{name: value for name, value in optional.items() if value is not None},
         "dtype": config.to_dict().get("dtype"),
         "tie_word_embeddings": False,

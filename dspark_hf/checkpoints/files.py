@@ -60,10 +60,17 @@ def read_shapes(source: str, hub_kwargs: dict[str, Any], variant: str | None = N
         OSError: there are no safetensors weights, a shard is missing, or a file is damaged.
         UnsupportedCheckpointError: the weights are GGUF files or pickles.
     """
-    shapes: dict[str, list[int]] = {}
+    return {name: shape for name, (shape, _) in read_headers(source, hub_kwargs, variant).items()}
+
+
+def read_headers(
+    source: str, hub_kwargs: dict[str, Any], variant: str | None = None
+) -> dict[str, tuple[list[int], str]]:
+    """Shape and dtype, as safetensors names it (`"BF16"`), of each stored tensor; raises as `read_shapes`."""
+    headers: dict[str, tuple[list[int], str]] = {}
     for path in weight_files(source, hub_kwargs, variant):
-        shapes.update(_read_header(path))
-    return shapes
+        headers.update(_read_header(path))
+    return headers
 
 
 def load_tensors(
@@ -110,10 +117,11 @@ def _shard_names(index_path: str) -> list[str]:
         return sorted(set(json.load(file)["weight_map"].values()))
 
 
-def _read_header(path: str) -> dict[str, list[int]]:
+def _read_header(path: str) -> dict[str, tuple[list[int], str]]:
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (not a dict)
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            return {name: (list(one.get_shape()), str(one.get_dtype())) for name, one in slices.items()}
     except SafetensorError as error:
         raise OSError(
             f"{path} is not a readable safetensors file ({error}). The download may be incomplete, or the file a Git "

@@ -11,6 +11,7 @@ from ..configuration_dspark import DSparkConfig
 from ..errors import UnsupportedCheckpointError
 from .fields import (
     NO_HEADS,
+    SPECIAL_TOKENS,
     Fields,
     read_block,
     read_heads,
@@ -104,7 +105,7 @@ def render(config: DSparkConfig, target_architectures: Sequence[str]) -> dict[st
     """The `config.json` of a drafter in this format, as far as it goes: see `checkpoints.render_config`."""
     kind = kind_of(config)
     common = render_common(config)
-    special_tokens = {name: common.pop(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    special_tokens = {name: common.pop(name) for name in SPECIAL_TOKENS}
     verifier = {"name_or_path": common.pop("target_model_name_or_path", None)}
     is_wider = config.target_hidden_size != config.hidden_size
     heads = {"markov_head_type": "vanilla", "confidence_head_with_markov": False, **render_heads(config)}

@@ -78,8 +78,6 @@ def _describe(drafter: DSparkDrafter) -> Facts:
     """What the config and the weights say."""
     config = drafter.config
     num_parameters = sum(p.numel() for p in drafter.parameters())
-    owned = {"embedding": config.own_embed_tokens, "head": config.own_lm_head}
-    borrowed = [name for name, own in owned.items() if not own]
     facts = {
         "draft tokens per block": str(config.num_draft_tokens),
         "draft layers": f"{config.num_hidden_layers} ({config.backbone}), width {config.hidden_size}",
@@ -89,8 +87,8 @@ def _describe(drafter: DSparkDrafter) -> Facts:
         "ids that it proposes": f"{config.draft_vocab_size:,} of {config.vocab_size:,}",
         "parameters": f"{num_parameters:,}, {str(drafter.dtype).removeprefix('torch.')}",
     }
-    if borrowed:
-        facts["taken from the target, not stored here"] = " and ".join(borrowed)
+    if config.borrowed_parts:
+        facts["taken from the target, not stored here"] = " and ".join(config.borrowed_parts)
     return facts
 
 

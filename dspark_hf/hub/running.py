@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from ..comparison import check_folders
+from ..comparison import check_folders, check_given
 from ..modeling_dspark import DSparkDrafter
 from ..reports import console_for, json_field, write_json
 from .pushing import PushReport, push_drafter_to_hub
@@ -49,9 +49,7 @@ class PushSettings:
     json: str | None = json_field()
 
     def __post_init__(self) -> None:
-        for option, what in (("drafter", "a folder or hub id"), ("repo_id", "owner/name of the repository")):
-            if getattr(self, option) is None:
-                raise ValueError(f"{option} is missing: {what}")
+        check_given(self, drafter="a folder or hub id", repo_id="owner/name of the repository")
         if self.card is not None and not Path(self.card).is_file():
             raise ValueError(f"--card is {self.card}, which is no file")
         check_folders(self, "json")

@@ -23,16 +23,25 @@ class Clock:
 
     def __init__(self, limit: float | None):
         self.limit = limit
-        self.draft_tokens = 0
+        self._draft_tokens: int | torch.Tensor = 0
         self.before, self.share, self.last_step = 0.0, 0.0, 0.0
         self.started: float | None = None
+
+    @property
+    def draft_tokens(self) -> int:
+        return int(self._draft_tokens)
+
+    def count(self, draft_tokens: int | torch.Tensor) -> None:
+        """Adds supervised draft tokens. A tensor stays on its device until the count is read: no step waits for it."""
+        self._draft_tokens = self._draft_tokens + draft_tokens
 
     @property
     def elapsed(self) -> float:
         return self.before + (0.0 if self.started is None else time.monotonic() - self.started)
 
-    def start(self, before: float) -> None:
-        self.before, self.started = before, time.monotonic()
+    def start(self, before: float, draft_tokens: int) -> None:
+        """Begins, or goes on after so many seconds and draft tokens."""
+        self.before, self.started, self._draft_tokens = before, time.monotonic(), draft_tokens
         self.read()
 
     def read(self) -> float:
@@ -64,10 +73,11 @@ class ClockCallback(TrainerCallback, ExportableState):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         saved = state.stateful_callbacks.get(type(self).__name__, {})
         attributes = saved.get("attributes", {})
-        self._clock.draft_tokens = attributes.get("draft_tokens", 0)
-        self._clock.start(attributes.get("elapsed", 0.0))
+        self._clock.start(attributes.get("elapsed", 0.0), attributes.get("draft_tokens", 0))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._clock.limit is None:
+            return
         before, share = self._clock.share, self._clock.read()
         if args.world_size > 1:
             share = self._clock.share = float(broadcast(torch.tensor(share, device=args.device)))

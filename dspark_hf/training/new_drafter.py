@@ -183,7 +183,7 @@ def with_draft_vocabulary(drafter: DSparkDrafter, target: Any, draft_ids: torch.
             f"The target's head is {list(rows.shape)}, but the drafter is {old.hidden_size} wide and reads "
             f"{old.vocab_size} ids: its draft vocabulary cannot come from this target."
         )
-    ids = drafter.to_target_ids(torch.arange(old.draft_vocab_size, device=drafter.device))
+    ids = drafter.proposed_ids
     is_own = drafter.lm_head is not None and not torch.equal(
         drafter.lm_head.weight, rows[ids.to(rows.device).clamp(max=len(rows) - 1)].to(drafter.lm_head.weight)
     )

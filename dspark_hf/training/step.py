@@ -57,7 +57,7 @@ class TrainingStep(nn.Module):
         self._embed = embed if drafter.embed_tokens is not None else torch.no_grad()(embed)
         # In a tuple: a module here would become part of what is trained, saved and moved.
         self._borrowed_head = (head_of(drafter, target),)
-        ids = drafter.to_target_ids(torch.arange(config.draft_vocab_size, device=drafter.device))
+        ids = drafter.proposed_ids
         if int(ids.max()) >= self._target_head.vocab_size or config.vocab_size < self._target_head.vocab_size:
             raise ValueError(
                 f"The drafter knows {config.vocab_size} ids and proposes up to {int(ids.max())}, but the target has "

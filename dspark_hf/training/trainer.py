@@ -129,7 +129,7 @@ class DSparkTrainer(Trainer):
             counts = counts.masked_fill(anchors < 0, 0)
             total += torch.stack((summed.to(counts.device)[counts].sum(), counts.sum())).to(device)
         everywhere = self.accelerator.reduce(total.clone(), reduction="sum")
-        self._clock.draft_tokens += int(everywhere[1])
+        self._clock.count(everywhere[1].long())
         return (everywhere if self.args.average_tokens_across_devices else total)[0]
 
     # The step
@@ -168,7 +168,7 @@ class DSparkTrainer(Trainer):
         if "loss" in logs and self._train_totals is not None:
             totals, self._train_totals = self._train_totals.gathered(self.accelerator), None
             logs = {**logs, **totals.metrics(with_hits=False)}
-        seen = {"draft_tokens": self._clock.draft_tokens, "seconds": round(self._clock.elapsed, 1)}
+        seen = {"draft_tokens": self.draft_tokens, "seconds": round(self._clock.elapsed, 1)}
         super().log({**logs, **seen}, start_time)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
