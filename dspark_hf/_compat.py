@@ -31,17 +31,35 @@ def generate_output(*, cache: Cache | None, **fields: Any) -> GenerateDecoderOnl
     return GenerateDecoderOnlyOutput(**fields)
 
 
-def forget_assistant_defaults(pipeline: Any, given: dict[str, Any]) -> None:
-    """Takes settings of assistants that nobody gave out of a pipeline's own `generation_config`.
+_ASSISTANT_SETTINGS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+# Nobody sets these for a drafter, so they show that defaults were filled in.
+_LOOKBEHINDS = ("assistant_lookbehind", "target_lookbehind")
 
-    Until 5.24 a pipeline has one, filled with defaults that `generate` then sees as the caller's. Goes with < 5.24.
+
+def given_setting(config: Any, name: str) -> Any:
+    """A setting in a call's `generation_config`; `None` where nobody set it.
+
+    Until 5.24 a pipeline hands over a config of its own that is filled with defaults, those of assistants among them
+    (20 tokens, "constant", 0.4). Goes with < 5.24.
+    """
+    value = getattr(config, name, None)
+    if value is None or name not in _ASSISTANT_SETTINGS:
+        return value
+    defaults = config._get_default_generation_params()
+    is_filled = all(getattr(config, other, None) == defaults.get(other) for other in _LOOKBEHINDS)
+    return None if is_filled and value == defaults.get(name) else value
+
+
+def forget_assistant_defaults(pipeline: Any, given: dict[str, Any]) -> None:
+    """Takes settings of assistants that nobody gave out of a pipeline's own `generation_config`, so that what was
+    given counts even where it is the default (`given_setting`). Goes with < 5.24.
 
     Args:
         given: the keyword arguments that the pipeline was made with.
     """
     config = getattr(pipeline, "generation_config", None)
     base = given.get("generation_config") or pipeline.model.generation_config
-    for name in ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"):
+    for name in (*_ASSISTANT_SETTINGS, *_LOOKBEHINDS):
         if config is not None and name not in given:
             setattr(config, name, getattr(base, name))
 

@@ -18,7 +18,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, StoppingCriteriaList, StopStringCriteria
 from transformers.generation import GenerationMixin
 
-from ._compat import TargetModel
+from ._compat import TargetModel, given_setting
 from .alignment import check_pair
 from .configuration_dspark import DSparkConfig
 from .errors import UnsupportedGenerationError
@@ -147,7 +147,7 @@ def _setting(name: str, arguments: dict[str, Any]) -> Any:
     """A generation setting of this call: its own argument, else its `generation_config`."""
     if arguments.get(name) is not None:
         return arguments[name]
-    return getattr(arguments.get("generation_config"), name, None)
+    return given_setting(arguments.get("generation_config"), name)
 
 
 def _move_stop_strings(target: TargetModel, arguments: dict[str, Any]) -> None:

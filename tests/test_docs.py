@@ -15,6 +15,8 @@ from types import ModuleType
 import pytest
 import torch
 from conftest import FIXTURES
+from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.repocard import metadata_load
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from test_demo import ascii_tokenizer
@@ -165,9 +167,9 @@ def test_commands_in_the_text_have_the_options_that_they_name(page: Path, capsys
         assert is_parsed, f"{name_of(page)}: dspark-hf {words}: {capsys.readouterr().err}"
 
 
-def script(name: str) -> ModuleType:
-    """A script of `docs/`."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+def script(path: str) -> ModuleType:
+    """A script that writes pages."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -175,4 +177,14 @@ def script(name: str) -> ModuleType:
 
 def test_the_api_reference_is_that_of_the_docstrings():
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    assert page == script("make_api").api_page(), "run `python docs/make_api.py`"
+    assert page == script("docs/make_api.py").api_page(), "run `python docs/make_api.py`"
+
+
+def test_every_published_drafter_that_opens_has_a_card_to_fill():
+    templates = script("model_cards/make_templates.py")
+    stored = {page.name: page.read_text(encoding="utf-8") for page in templates.FOLDER.glob("*.md")}
+    assert stored.keys() == templates.cards().keys(), "run `python model_cards/make_templates.py`"
+    for name, text in templates.cards().items():
+        is_filled = templates.UNMEASURED not in stored[name]
+        assert is_filled or stored[name] == text, f"{name}: run `python model_cards/make_templates.py`"
+        assert ModelCardData(**metadata_load(templates.FOLDER / name)).base_model == ModelCard(text).data.base_model

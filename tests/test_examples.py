@@ -1,5 +1,6 @@
 """Every example runs, on a tiny pair, and what it prints is true; every notebook too."""
 
+import ast
 import io
 import json
 import os
@@ -204,6 +205,16 @@ def test_template_prompts(run, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "made.jsonl").read_text().splitlines()]
     assert len({row["prompt"] for row in rows}) == 30
     assert {row["dataset"] for row in rows} == {"template-sums", "template-programs", "template-chat"}
+
+
+def test_function_prompts(run, tmp_path):
+    run("function_prompts.py", "--num-prompts", "40", "--output", "made.jsonl")
+    asked = [json.loads(line)["prompt"] for line in (tmp_path / "made.jsonl").read_text().splitlines()]
+    assert len(set(asked)) == 40
+    code = [prompt.split("```python\n")[1].rstrip("`\n") for prompt in asked if "```" in prompt]
+    assert 20 < len(code) < 40
+    for source in code:
+        ast.parse(source)  # what it shows of a function is Python
 
 
 # Examples that another test module runs.

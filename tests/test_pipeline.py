@@ -75,6 +75,22 @@ class TestResults:
                 pipe(TEXTS[0], **GREEDY, **options)
             assert max(len(one.proposed) for one in trace.rounds) == most
 
+    def test_a_default_that_is_given_counts(self, tokenizer):
+        pipe = DSparkPipeline(kit.target(), kit.drafter(), tokenizer, num_assistant_tokens_schedule="constant")
+        with pipe.drafter.trace() as trace:
+            pipe(TEXTS[0], **GREEDY)
+        assert {one.reason for one in trace.rounds} == {"constant"}
+
+    @pytest.mark.parametrize("given", [{}, {"num_assistant_tokens": 2}])
+    def test_of_transformers_own_pipeline(self, tokenizer, plain, given):
+        """Before 5.24 it fills in defaults that no drafter could follow (20 tokens)."""
+        drafter = kit.drafter()
+        theirs = pipeline("text-generation", model=kit.target(), tokenizer=tokenizer, assistant_model=drafter, **given)
+        with drafter.trace() as trace:
+            assert theirs(TEXTS[0], **GREEDY) == plain(TEXTS[0], **GREEDY)
+        assert trace.summary().num_rounds > 0
+        assert {len(one.proposed) for one in trace.rounds} <= set(range(1 + given.get("num_assistant_tokens", 7)))
+
     def test_a_sample_is_drafted_too(self, pipe):
         torch.manual_seed(0)
         with pipe.drafter.trace() as trace:
