@@ -204,6 +204,23 @@ def test_loss_and_gradients_are_those_of_the_definition(kind, cached, temperatur
             torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
+def test_terms_where_the_true_token_is_all_but_impossible():
+    """Its probability rounds to 0: cross entropy and gradient stay what they are."""
+    logits = torch.tensor([[200.0, 0.0, -1.0], [3.0, 2.0, 1.0]], requires_grad=True)
+    target_probs = torch.tensor([[0.2, 0.5, 0.1], [0.5, 0.25, 0.25]])
+    cross_entropy, distance = objective.distribution_terms(
+        logits, torch.tensor([2, -1]), target_probs, torch.tensor([0.2, 0.0])
+    )
+    assert cross_entropy.tolist() == [201.0, 0.0]
+    (0.7 * cross_entropy + 0.3 * distance).sum().backward()
+    expected = logits.detach().clone().requires_grad_()
+    log_probs = expected.log_softmax(-1)
+    apart = (log_probs.exp() - target_probs).abs().sum(-1) + torch.tensor([0.2, 0.0])
+    torch.testing.assert_close(distance, apart)
+    (-0.7 * log_probs[0, 2] + 0.3 * apart.sum()).backward()
+    torch.testing.assert_close(logits.grad, expected.grad)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_the_targets_logits_come_out_of_its_final_states(family):
