@@ -462,6 +462,15 @@ class DSparkCandidateGenerator(CandidateGenerator):
         survivals = self.drafter.confidence(states, previous).tolist()
         return [row[:length] for row, length in zip(survivals, lengths, strict=True)]
 
+    def commit_prompts(self, groups: list[list[int]], num_prompt: int) -> None:
+        """The target's passes were over the prompts of these rows, one after the other, each over the last positions
+        of `num_prompt`, padding before the prompts included."""
+        passes = self._taps.take()
+        features = passes[0].new_zeros((len(self.rows), num_prompt, passes[0].shape[-1]))
+        for rows, states in zip(groups, passes, strict=True):
+            features[rows, num_prompt - states.shape[1] :] = states
+        self._absorb_prefill(features)
+
     def _absorb_prefill(self, features: torch.Tensor) -> None:
         self._context.keep_prompt(features)
         self._absorb()

@@ -27,6 +27,7 @@ from .costs import CostTable
 from .lookup import ContextLookup
 from .modeling_dspark import DSparkDrafter
 from .policies import new_schedule, resolve_draft_length
+from .prefill import prefill_apart, rows_to_part
 from .requests import cannot_batch, cannot_crop, check_request
 from .sampling import one_hot_scores
 from .scheduling import DraftLength, Plan, RowOutcome, RowState, Schedule
@@ -221,8 +222,16 @@ class _Decoding:
         if skips_prompt_positions(self.model, self.generator.drafter.config.target_layer_ids):
             # The last logits, but by index: only a number makes the host drop the rest of the prompt.
             kwargs["logits_to_keep"] = torch.tensor([-1], device=input_ids.device)
-        with self.generator.listening(prefill=True):
-            outputs = self.model._prefill(input_ids, self.config, kwargs)
+        groups = None
+        if not (self._pads_rows or self._cache_is_visible):
+            groups = rows_to_part(self.model, kwargs, self.config)
+        if groups is None:
+            with self.generator.listening(prefill=True):
+                outputs = self.model._prefill(input_ids, self.config, kwargs)
+        else:
+            with self.generator.listening():
+                outputs = prefill_apart(self.model, input_ids, self.config, kwargs, groups)
+            self.generator.commit_prompts(groups, input_ids.shape[1])
         cache = get_cache(outputs)
         if not all(map(can_roll_back, cache.layers)):
             raise cannot_crop(self.model, cache)

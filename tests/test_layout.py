@@ -49,6 +49,7 @@ ORDER = [
     "outputs",
     "committing",
     "cost_model",
+    "prefill",
     "generation",
     "dispatch",
     "monitoring",
