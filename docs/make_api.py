@@ -94,7 +94,8 @@ def _entry(what: griffe.Object, name: str) -> Iterator[str]:
     yield from ("", f"### {name}", "")
     if what.is_module:
         yield from _text(what)
-        members = [member for member in what.functions.values() if _is_public(member)]
+        # Its own ones: what it imports is described where it is from.
+        members = [member for member in what.functions.values() if not member.is_alias and _is_public(member)]
     else:
         yield from _signature(what, name)
         yield from _text(what)
