@@ -195,7 +195,8 @@ class _Decoding:
     def run(self, synced_gpus: bool) -> GenerateDecoderOnlyOutput | torch.Tensor:
         started = self.clock.now()
         try:
-            self.prefill()
+            # Processes that gather parameters together must all make the same number of passes.
+            self.prefill(in_one_pass=synced_gpus)
             prefilled = self.clock.now()
             for trace in self.traces:
                 trace.prefill_seconds += prefilled - started
@@ -216,14 +217,18 @@ class _Decoding:
             self.committer.streamer.end()
         return self.committer.result(get_cache(self.inputs.model_kwargs))
 
-    def prefill(self) -> None:
-        """Runs the prompts, whose states become the drafter's context, and commits the tokens that they predict."""
+    def prefill(self, in_one_pass: bool = False) -> None:
+        """Runs the prompts, whose states become the drafter's context, and commits the tokens that they predict.
+
+        Args:
+            in_one_pass: all of them together, also where they differ in length.
+        """
         kwargs, input_ids = self.inputs.model_kwargs, self.sequences.level_ids()
         if skips_prompt_positions(self.model, self.generator.drafter.config.target_layer_ids):
             # The last logits, but by index: only a number makes the host drop the rest of the prompt.
             kwargs["logits_to_keep"] = torch.tensor([-1], device=input_ids.device)
         groups = None
-        if not (self._pads_rows or self._cache_is_visible):
+        if not (in_one_pass or self._pads_rows or self._cache_is_visible):
             groups = rows_to_part(self.model, kwargs, self.config)
         if groups is None:
             with self.generator.listening(prefill=True):

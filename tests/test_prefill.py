@@ -10,7 +10,7 @@ import torch
 from test_batches import batch, prompts
 from transformers import DynamicCache, GenerationConfig
 
-from dspark_hf import generation, prefill
+from dspark_hf import SpeculativeDecoding, generation, prefill
 from dspark_hf._compat import CACHE_NAME
 from dspark_hf.prefill import group_by_length, prefill_apart, rows_to_part
 
@@ -164,6 +164,17 @@ class TestWhere:
 
     def test_one_pass_where_layers_share_keys(self):
         assert self.groups(family="gemma4_shared_kv") is None
+
+    def test_one_pass_where_other_processes_count_on_it(self):
+        """They gather parameters together, and each has other prompts."""
+        model = kit.target()
+        decoding = SpeculativeDecoding(kit.drafter(), synced_gpus=True)
+        with (
+            patch.object(model, "_has_unfinished_sequences", lambda is_done, *args, **kwargs: not is_done),
+            patch.object(generation, "prefill_apart") as ran,
+        ):
+            model.generate(**batch(prompts(8)), custom_generate=decoding, do_sample=False, max_new_tokens=4)
+        ran.assert_not_called()
 
     @pytest.mark.parametrize("setting", [{"return_dict_in_generate": True}, {"draft_invariant": True}])
     def test_one_pass_where_it_would_be_seen(self, setting: dict[str, Any]):
