@@ -224,8 +224,12 @@ class _Decoding:
             in_one_pass: all of them together, also where they differ in length.
         """
         kwargs, input_ids = self.inputs.model_kwargs, self.sequences.level_ids()
-        if skips_prompt_positions(self.model, self.generator.drafter.config.target_layer_ids):
-            # The last logits, but by index: only a number makes the host drop the rest of the prompt.
+        num_rows = len(self.sequences)
+        if skips_prompt_positions(self.model, self.generator.drafter.config.target_layer_ids) or (
+            num_rows > 1 and kwargs.get("logits_to_keep") == 1
+        ):
+            # The last logits, but by index. A number makes the host drop the rest of the prompt where layers share
+            # keys, and the head of a batch read a part of each row, which takes a copy of its weight for each.
             kwargs["logits_to_keep"] = torch.tensor([-1], device=input_ids.device)
         groups = None
         if not (in_one_pass or self._pads_rows or self._cache_is_visible):
@@ -240,7 +244,7 @@ class _Decoding:
         cache = get_cache(outputs)
         if not all(map(can_roll_back, cache.layers)):
             raise cannot_crop(self.model, cache)
-        num_rows, mask = len(self.sequences), kwargs.get("attention_mask")
+        mask = kwargs.get("attention_mask")
         if num_rows > 1:
             if not takes_batches(cache):
                 raise cannot_batch(cache)

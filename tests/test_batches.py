@@ -610,6 +610,25 @@ class TestWork:
         assert any(len(set(map(len, r.proposed))) > 1 for r in trace.rounds), "no round with drafts of two lengths"
 
 
+@pytest.mark.parametrize("num_tokens", [1, 2, BLOCK])
+@pytest.mark.parametrize("rows", [prompts(4), [prompts(4)[1]] * 4], ids=["uneven", "even"])
+def test_linear_layers_read_whole_rows(rows: list[list[int]], num_tokens: int):
+    """Of parts of rows, PyTorch multiplies each row by itself on a CPU, with a copy of the whole weight: a draft of one
+    token took fifteen times as long as one of all."""
+    model, own = kit.new_target(), kit.new_drafter()
+    seen, handles = set(), []
+    for name, layer in (("head", model.lm_head), ("fc", own.fc)):
+
+        def note(module: torch.nn.Module, args: tuple, name: str = name) -> None:
+            seen.add(name)
+            assert args[0].is_contiguous(), f"{name}: {list(args[0].shape)}, strides {args[0].stride()}"
+
+        handles.append(layer.register_forward_pre_hook(note))
+    call = {**batch(rows), "do_sample": False, "max_new_tokens": NUM_TOKENS}
+    model.generate(**call, **ours(own), num_assistant_tokens=num_tokens)
+    assert seen == {"head", "fc"}
+
+
 class TestPadded:
     """Models that attend in ways of their own, and GPUs, get rows of different widths padded to the longest draft."""
 
