@@ -613,8 +613,8 @@ class TestWork:
 @pytest.mark.parametrize("num_tokens", [1, 2, BLOCK])
 @pytest.mark.parametrize("rows", [prompts(4), [prompts(4)[1]] * 4], ids=["uneven", "even"])
 def test_linear_layers_read_whole_rows(rows: list[list[int]], num_tokens: int):
-    """Of parts of rows, PyTorch multiplies each row by itself on a CPU, with a copy of the weight: a draft of one token
-    took fifteen times as long as one of all."""
+    """Of parts of rows, PyTorch multiplies each row by itself on a CPU, with a copy of the weight: a draft of one
+    token took fifteen times as long as one of all."""
     model, own = kit.new_target(), kit.new_drafter()
     seen, handles = set(), []
     for name, layer in (("head", model.lm_head), ("fc", own.fc)):
