@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from .checkpoints import names_a_drafter, refuse_missing_folder
 from .demo_weights import DRAFTER_FOLDER, TARGET_ID, describe_demo_target, fetch_demo_target
 from .modeling_dspark import DSparkDrafter
-from .registry import find_drafter
+from .registry import Match, find_drafter
 from .trace import TraceSummary
 
 # Greedy whatever the model's own generation_config asks for: two texts can be compared only without chance, and the
@@ -82,6 +83,16 @@ class PairSettings(TargetSettings):
     drafter: str | None = field(
         default=None, metadata={"help": "drafter: hub id or folder; default: the one that is known for the target"}
     )
+
+    @cached_property
+    def match(self) -> Match | None:
+        """The drafter that is known for the target, looked up once: the Hub may be asked. `None` where a drafter is
+        named, or neither of the two.
+
+        Raises:
+            UnknownTargetError: none is known.
+        """
+        return None if self.drafter is not None or self.target is None else find_drafter(self.target)
 
 
 @dataclass
@@ -186,9 +197,10 @@ def load_target(
 def load_drafter(settings: PairSettings) -> DSparkDrafter:
     """Opens the drafter that is named, or the one that is known for the target."""
     options = {"dtype": getattr(torch, settings.dtype), "device_map": resolve_device(settings)}
-    if settings.drafter is None and settings.target is not None:
-        return DSparkDrafter.for_target(settings.target, **options).eval()
-    return DSparkDrafter.from_pretrained(_drafter_location(settings), **options).eval()
+    drafter = DSparkDrafter.from_pretrained(_drafter_location(settings), **options).eval()
+    if settings.match is not None:
+        settings.match.confirm(settings.target, drafter.config)
+    return drafter
 
 
 def target_name(target: PreTrainedModel, settings: TargetSettings) -> str:
@@ -204,8 +216,8 @@ def drafter_name(settings: PairSettings) -> str:
 
 def _drafter_location(settings: PairSettings) -> str | Path:
     """The drafter that is named, the one that is known for the target, or the demo's."""
-    if settings.drafter is None and settings.target is not None:
-        return find_drafter(settings.target).pair.location
+    if settings.match is not None:
+        return settings.match.pair.location
     return settings.drafter or DRAFTER_FOLDER
 
 

@@ -4,6 +4,7 @@ import io
 import json
 import sys
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import kit
 import pytest
@@ -12,7 +13,7 @@ from conftest import FIXTURES
 from test_demo import CHAT_TEMPLATE, ascii_tokenizer
 from transformers import AutoModelForCausalLM
 
-from dspark_hf import DSparkDrafter, checkpoints, dispatch, doctor_run, inspect_run, registry
+from dspark_hf import DSparkDrafter, checkpoints, comparison, dispatch, doctor_run, inspect_run, registry
 from dspark_hf.cli import COMMANDS, main
 from dspark_hf.comparison import Pair, PairSettings, drafter_name, encode_prompt, load_drafter, load_pair
 from dspark_hf.demo_weights import DRAFTER_FOLDER
@@ -168,6 +169,16 @@ class TestDefaultDrafter:
         assert drafter_name(settings) == str(FIXTURE)
         with pytest.warns(UserWarning, match="is called like a known target"):
             assert load_drafter(settings).dtype == torch.bfloat16
+
+    def test_is_looked_up_once(self, known, target_folder):
+        """Each time the Hub may be asked."""
+        settings = PairSettings(target_folder, device="cpu")
+        with patch.object(comparison, "find_drafter", wraps=comparison.find_drafter) as asked:
+            comparison.check_sources(settings)
+            drafter_name(settings)
+            with pytest.warns(UserWarning, match="is called like a known target"):
+                load_drafter(settings)
+        assert asked.call_count == 1
 
     def test_of_an_unknown_one(self, target_folder):
         with pytest.raises(UnknownTargetError):
