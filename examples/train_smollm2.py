@@ -3,7 +3,7 @@
 python examples/train_smollm2.py
 python examples/train_smollm2.py --num-prompts 600 --minutes 20 --data more-responses.jsonl.gz
 
-On a 2-core CPU the defaults take about three hours; a run that was interrupted goes on where it was. Compare with the
+On a 2-core CPU the defaults take about four hours; a run that was interrupted goes on where it was. Compare with the
 drafter of the package afterwards:
 
 dspark-hf eval --drafter smollm2-drafter/bfloat16 --prompts held-out.jsonl
@@ -14,8 +14,9 @@ import json
 from itertools import islice
 from pathlib import Path
 
+import function_prompts
+import template_prompts
 import torch
-from template_prompts import prompts
 
 from dspark_hf import DSparkDrafter
 from dspark_hf.data import DataSettings, run_data
@@ -24,7 +25,9 @@ from dspark_hf.training.run import TrainSettings, run_training
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--output-dir", default="smollm2-drafter")
-parser.add_argument("--num-prompts", type=int, default=5400, help="made by template; 0: only --data")
+parser.add_argument("--num-prompts", type=int, default=4400, help="made by template; 0: only --data")
+parser.add_argument("--num-function-prompts", type=int, default=1200, help="made of functions of installed packages")
+parser.add_argument("--num-self-prompts", type=int, default=1600, help="written by the target")
 parser.add_argument("--max-new-tokens", type=int, default=200, help="of a response")
 parser.add_argument("--data", nargs="*", default=[], help="files with more responses")
 parser.add_argument("--exclude", nargs="*", default=[], help="files of prompts that must not be learned from")
@@ -36,10 +39,16 @@ folder = Path(arguments.output_dir)
 folder.mkdir(parents=True, exist_ok=True)
 data = [*arguments.data]
 if arguments.num_prompts:
-    rows = islice(prompts(), arguments.num_prompts)
+    rows = [
+        *islice(template_prompts.prompts(), arguments.num_prompts),
+        *islice(function_prompts.prompts(), arguments.num_function_prompts),
+    ]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     responses = DataSettings(
         prompts=[str(folder / "prompts.jsonl")],
+        self_prompts=arguments.num_self_prompts,
+        # Beginnings to go on from: left alone, a small target asks the same questions again and again.
+        self_openings=str(Path(__file__).with_name("prompt_openings.txt")),
         exclude=arguments.exclude or None,
         output=str(folder / "responses.jsonl"),
         max_new_tokens=arguments.max_new_tokens,
