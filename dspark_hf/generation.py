@@ -225,11 +225,10 @@ class _Decoding:
         """
         kwargs, input_ids = self.inputs.model_kwargs, self.sequences.level_ids()
         num_rows = len(self.sequences)
-        if skips_prompt_positions(self.model, self.generator.drafter.config.target_layer_ids) or (
-            num_rows > 1 and kwargs.get("logits_to_keep") == 1
-        ):
+        skips = skips_prompt_positions(self.model, self.generator.drafter.config.target_layer_ids)
+        if skips or kwargs.get("logits_to_keep") == 1:
             # The last logits, but by index. A number makes the host drop the rest of the prompt where layers share
-            # keys, and the head of a batch read a part of each row, which takes a copy of its weight for each.
+            # keys; and the head would read a part of each row, which takes a copy of its weight on a CPU.
             kwargs["logits_to_keep"] = torch.tensor([-1], device=input_ids.device)
         groups = None
         if not (in_one_pass or self._pads_rows or self._cache_is_visible):

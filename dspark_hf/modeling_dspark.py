@@ -405,10 +405,10 @@ class RNNMarkovHead(VanillaMarkovHead):
 MARKOV_HEADS = {"vanilla": VanillaMarkovHead, "gated": GatedMarkovHead, "rnn": RNNMarkovHead}
 
 
-def _side_by_side(states: torch.Tensor) -> torch.Tensor:
-    """For a linear layer: of a part of each row, PyTorch multiplies one row after the other on a CPU, each with a copy
-    of the whole weight."""
-    return states.contiguous()
+def _applied(linear: nn.Module, states: torch.Tensor) -> torch.Tensor:
+    """A linear layer on `[..., H]` states as on a matrix of them. Of a part of each row, be it of a single row,
+    PyTorch multiplies one row after the other on a CPU, each with a copy of the whole weight."""
+    return linear(states.reshape(-1, states.shape[-1])).unflatten(0, states.shape[:-1])
 
 
 class ConfidenceHead(nn.Module):
@@ -608,7 +608,7 @@ class DSparkDrafter(PreTrainedModel):
 
     def project_context(self, context_hidden_states: torch.Tensor) -> torch.Tensor:
         """`[B, T, m * Ht]` tapped hidden states to `[B, T, H]` context features, the same for every layer."""
-        return self.hidden_norm(self.fc(_side_by_side(context_hidden_states)))
+        return self.hidden_norm(_applied(self.fc, context_hidden_states))
 
     def append_context(
         self, context_hidden_states: torch.Tensor, position_ids: torch.Tensor, cache: DraftCache
@@ -630,7 +630,7 @@ class DSparkDrafter(PreTrainedModel):
         if weight is not None and weight.is_floating_point() and not weight.is_meta:
             # A borrowed head may live on another device, in another dtype.
             hidden_states = hidden_states.to(weight.device, weight.dtype)
-        logits = lm_head(_side_by_side(hidden_states))
+        logits = _applied(lm_head, hidden_states)
         if self.config.logits_multiplier != 1.0:
             logits = logits * self.config.logits_multiplier
         cap = self.config.final_logit_softcapping
