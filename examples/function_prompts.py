@@ -15,6 +15,7 @@ import sysconfig
 import textwrap
 import warnings
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 COMPLETE = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{head}\n```"
@@ -39,9 +40,11 @@ def functions(file: Path) -> Iterator[tuple[ast.FunctionDef, str, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and not node.name.startswith(("_", "test")):
             docstring = ast.get_docstring(node)
-            source = textwrap.dedent(ast.get_source_segment(text, node, padded=True) or "")
-            if docstring and 30 <= len(docstring) <= 600 and docstring.isascii() and len(source) <= 1500:
-                yield node, docstring, source
+            if docstring and 30 <= len(docstring) <= 600 and docstring.isascii():
+                # Only now: it cuts the whole file into lines each time.
+                source = textwrap.dedent(ast.get_source_segment(text, node, padded=True) or "")
+                if len(source) <= 1500:
+                    yield node, docstring, source
 
 
 def prompt_of(node: ast.FunctionDef, docstring: str, source: str, draw: random.Random) -> str:
@@ -82,6 +85,6 @@ if __name__ == "__main__":
     parser.add_argument("--output", default="prompts.jsonl")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    lines = [json.dumps(row) for row, _ in zip(prompts(arguments.seed), range(arguments.num_prompts), strict=False)]
+    lines = [json.dumps(row) for row in islice(prompts(arguments.seed), arguments.num_prompts)]
     Path(arguments.output).write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("wrote", len(lines), "prompts to", arguments.output)
