@@ -11,6 +11,7 @@ import argparse
 import ast
 import json
 import random
+import re
 import sysconfig
 import textwrap
 import warnings
@@ -27,23 +28,37 @@ IN_WORDS = (
 )
 EXPLAIN = ("What does this function do?\n```python\n{source}\n```", "Explain this code:\n```python\n{source}\n```")
 
+# A docstring with one of these would end the code that shows it, or itself, or mean something else.
+NOT_SHOWN = re.compile(r'```|"""|\\')
+
+
+def is_clean(source: str) -> bool:
+    """Whether it is Python by itself (a method whose lines of text begin left of it is not), without a warning."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ast.parse(source)
+    except (SyntaxError, Warning):
+        return False
+    return True
+
 
 def functions(file: Path) -> Iterator[tuple[ast.FunctionDef, str, str]]:
     """Public, documented functions and methods of a file: each with its docstring and its source."""
     try:
         text = file.read_text(encoding="utf-8")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)
+            warnings.simplefilter("ignore")
             tree = ast.parse(text)
     except (SyntaxError, UnicodeDecodeError, OSError, ValueError):
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and not node.name.startswith(("_", "test")):
             docstring = ast.get_docstring(node)
-            if docstring and 30 <= len(docstring) <= 600 and docstring.isascii():
+            if docstring and 30 <= len(docstring) <= 600 and docstring.isascii() and not NOT_SHOWN.search(docstring):
                 # Only now: it cuts the whole file into lines each time.
                 source = textwrap.dedent(ast.get_source_segment(text, node, padded=True) or "")
-                if len(source) <= 1500:
+                if len(source) <= 1500 and "```" not in source and is_clean(source):
                     yield node, docstring, source
 
 

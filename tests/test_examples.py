@@ -207,14 +207,63 @@ def test_template_prompts(run, tmp_path):
     assert {row["dataset"] for row in rows} == {"template-sums", "template-programs", "template-chat"}
 
 
+def shown_code(prompt: str) -> list[str]:
+    """The blocks of code of a prompt, each of which must be Python."""
+    pieces = prompt.split("```")
+    assert len(pieces) % 2 == 1, prompt
+    for piece in pieces[1::2]:
+        assert piece.startswith("python\n"), prompt
+        ast.parse(piece.removeprefix("python\n"))
+    return pieces[1::2]
+
+
 def test_function_prompts(run, tmp_path):
-    run("function_prompts.py", "--num-prompts", "40", "--output", "made.jsonl")
+    run("function_prompts.py", "--num-prompts", "200", "--output", "made.jsonl")
     asked = [json.loads(line)["prompt"] for line in (tmp_path / "made.jsonl").read_text().splitlines()]
-    assert len(set(asked)) == 40
-    code = [prompt.split("```python\n")[1].rstrip("`\n") for prompt in asked if "```" in prompt]
-    assert 20 < len(code) < 40
-    for source in code:
-        ast.parse(source)  # what it shows of a function is Python
+    assert len(set(asked)) == 200
+    assert {len(shown_code(prompt)) for prompt in asked} == {0, 1}  # in words, and with code
+
+
+# What the prompts can show, and what would break one: a block of code or a backslash in the docstring, or lines of
+# text that begin left of the function.
+DOCUMENTED = '''
+def kept(values):
+    """Return the largest of the values, or None."""
+    return max(values, default=None)
+
+class Holder:
+    def method(self, count: int = 3) -> int:
+        """Count up to a number, and return the sum of all."""
+        return sum(range(count))
+
+    def left(self):
+        """Write the head of a table and then its first row."""
+        return """
+name: value
+"""
+'''
+BROKEN = [
+    'def fenced():\n    """Show an example, as in:\n\n    ```python\n    fenced()\n    ```\n    """\n',
+    'def fence():\n    """Return what opens a block of code."""\n    return "```"\n',
+    "def quotes():\n    '''Return text between \"\"\" and the same again.'''\n",
+    'def backslash():\n    r"""Return what \\N matches, in a raw docstring."""\n',
+]
+
+
+def test_function_prompts_show_whole_python(run, tmp_path, monkeypatch):
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    for number, text in enumerate([DOCUMENTED, *BROKEN]):
+        ast.parse(text)
+        (packages / f"part{number}.py").write_text(text)
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(packages), "purelib": str(packages)})
+    names = set()
+    for seed in range(8):
+        run("function_prompts.py", "--seed", str(seed), "--output", "made.jsonl")
+        asked = [json.loads(line)["prompt"] for line in (tmp_path / "made.jsonl").read_text().splitlines()]
+        assert len(asked) == 2
+        names |= {re.search(r"def (\w+)", code)[1] for prompt in asked for code in shown_code(prompt)}
+    assert names == {"kept", "method"}
 
 
 # Examples that another test module runs.
