@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp
+from statistics import NormalDist
 from typing import Literal
 
 from .acceptance import DRAFTER, LOOKUP, DraftAcceptance, DraftOutcome, LookupAcceptance
@@ -31,7 +32,9 @@ class AutoSchedule(Schedule):
     choice is one length for all. Where plain decoding wins, the drafter is tried again from time to time, as often as
     a small share of the time pays for.
 
-    A call lasts as long as its slowest row, so new tokens of rows that lie behind are worth more (`_values`).
+    A call lasts as long as its slowest row, so new tokens of rows that lie behind are worth more (`_values`), and of
+    all of them together only what makes that row faster counts: how much that is, is measured (`_kept`). A few lucky
+    rows of many save nothing.
 
     Where the drafter has a confidence head and the price of a pass grows with its tokens, the plan says only who
     drafts: how far each draft goes is decided while it is drawn ([`ForesightGate`]), by its own confidences, as far as
@@ -41,13 +44,13 @@ class AutoSchedule(Schedule):
 
     LOOKUP_TOKENS = 16
     # Rounds until another try of a drafter that was set aside, and the share of the time that tries may cost; it
-    # halves with each one that does not pay.
+    # halves with each one that does not pay, and the next call starts with twice of what is left.
     MIN_PAUSE, MAX_PAUSE = 4, 64
     MAX_SHARE, MIN_SHARE = 0.06, 0.01
     # What a drafter worth another try would reach at each position.
     HOPE = 0.6
     # What the best of many possible choices for a batch must promise, because it is the best in part by luck.
-    MARGIN = 1.06
+    MARGIN = 1.04
     # Below this advantage of a draft over plain decoding, the price of a plain pass should be known well.
     CLEAR = 1.5
     # Confidences are asked for where the longest draft makes a pass dearer by this share: each one makes the host wait
@@ -55,7 +58,7 @@ class AutoSchedule(Schedule):
     RISE = 0.05
     # First draft tokens that must have been tried before a drafter is said to guess, in all and in this call, and the
     # share of them that a guess may hit.
-    ENOUGH_TRIES, ENOUGH_NOW, CHANCE = 24, 4, 0.025
+    ENOUGH_TRIES, ENOUGH_NOW, CHANCE = 24, 2, 0.025
 
     def __init__(self, settings: DraftLength, table: CostTable, pads_rows: bool = False):
         self._settings = settings
@@ -65,10 +68,16 @@ class AutoSchedule(Schedule):
         self._drafts = DraftAcceptance(table, settings.num_assistant_tokens)
         self._lookups = LookupAcceptance(table)
         self._rounds_since_draft = self._rounds_since_plain = 0
-        self._share = self.MAX_SHARE
+        self._share: float | None = None  # known at the first try
         self._pause: float = self.MIN_PAUSE
         self._break_even = 0.0
         self._values: list[float] = []  # of a new token of each row of the plan
+        self._rooms: dict[int, int] = {}  # of the rows of the plan
+        # Of a batch: the part of the worth of new tokens that depends on which row will be the last one, rounds until
+        # it is done, by how many standard deviations luck sets it back, and accepted tokens of a row, on average, in
+        # a round of late and in all so far.
+        self._at_stake = 0.0
+        self._num_rounds, self._luck, self._usual_gain, self._gained = 1.0, 0.0, 0.0, 0.0
         self._paces: defaultdict[int, _Pace] = defaultdict(_Pace)
         self._first_tries = self._first_hits = 0
         # What reading confidences brings, in tokens of a row that drafts; and what a plan promises without them.
@@ -76,6 +85,7 @@ class AutoSchedule(Schedule):
         self._num_gated = 0
 
     def plan(self, rows: Sequence[RowState]) -> Plan:
+        self._rooms = {row.row: row.room for row in rows}
         self._values = self._values_of(rows)
         lookups, drafts = self._lookup_gains(rows), self._draft_gains(rows)
         if not any(len(gains) > 1 for gains in lookups + drafts):
@@ -124,9 +134,12 @@ class AutoSchedule(Schedule):
         planned = {slot: plan.num_tokens for slot, plan in enumerate(choice.rows) if plan.source == DRAFTER}
         slope = self._costs.draft_seconds(len(planned))[1]
         rate = advantage * num_rows / seconds[0]
-        gate = ForesightGate(usual, self._values, seconds, slope, rate, copied, self._table.trust)
         gained = sum(_at(gains[slot], num_tokens) for slot, num_tokens in planned.items())
-        self._planned_net = gained - gate.price(sum(planned.values()), max(planned.values()))
+        kept = self._kept(num_rows, gained / num_rows)
+        # One more token is worth more than the mean of all: what luck takes grows with the root of their number.
+        values = [(1 + kept) / 2 * value for value in self._values]
+        gate = ForesightGate(usual, values, seconds, slope, rate, copied, self._table.trust)
+        self._planned_net = kept * gained - gate.price(sum(planned.values()), max(planned.values()))
         return Plan(plans, reason, gate)
 
     def _can_end_drafts(self, num_rows: int) -> bool:
@@ -151,6 +164,7 @@ class AutoSchedule(Schedule):
         self._table.count_ends(
             sum(outcome.has_ended for outcome in outcomes), sum(1 + outcome.accepted for outcome in outcomes)
         )
+        self._observe_lead(outcomes)
         for outcome in outcomes:
             self._paces[outcome.row].add(1 + outcome.accepted)
         is_plain = not any(row.num_tokens for row in plan.rows)
@@ -163,9 +177,25 @@ class AutoSchedule(Schedule):
         self._first_tries += sum(outcome.proposed > 0 for outcome in outcomes if outcome.source == DRAFTER)
         self._first_hits += sum(outcome.accepted > 0 for outcome in outcomes if outcome.source == DRAFTER)
         if plan.reason == "probing":
-            tokens = sum(v * (1 + outcome.accepted) for v, outcome in zip(self._values, outcomes, strict=True))
-            pays = tokens >= self._break_even
-            self._share = self.MAX_SHARE if pays else max(self._share / 2, self.MIN_SHARE)
+            gained = sum(value * outcome.accepted for value, outcome in zip(self._values, outcomes, strict=True))
+            kept = self._kept(len(outcomes), gained / len(outcomes))
+            pays = len(outcomes) + kept * gained >= self._break_even
+            share = self.MAX_SHARE if self._share is None else self._share
+            self._share = self.MAX_SHARE if pays else max(share / 2, self.MIN_SHARE)
+            self._table.keep_share_of_tries(len(outcomes), self._share)
+
+    def _observe_lead(self, outcomes: Sequence[RowOutcome]) -> None:
+        """Learns how much faster the round made the row that lies most behind. One that has ended by itself says
+        nothing about that."""
+        going_on = [outcome for outcome in outcomes if not outcome.has_ended]
+        if len(outcomes) == 1 or not going_on or self._at_stake == 0:
+            return
+        before = max(self._rooms[outcome.row] for outcome in going_on)
+        after = max(self._rooms[outcome.row] - 1 - outcome.accepted for outcome in going_on)
+        gained = sum(value * outcome.accepted for value, outcome in zip(self._values, outcomes, strict=True))
+        lead_before = self._expected_lead(self._gained)
+        self._gained += gained / len(outcomes)
+        self._table.count_lead(len(outcomes), before - 1 - after, self._expected_lead(self._gained) - lead_before)
 
     def _learn_confidences(self, gate: ForesightGate, outcomes: Sequence[RowOutcome]) -> None:
         """Learns from a round whose drafts went as far as their confidences promised: whether they are to be trusted,
@@ -174,7 +204,8 @@ class AutoSchedule(Schedule):
         survivals = [values[: outcome.proposed] for values, outcome in zip(gate.survivals, outcomes, strict=True)]
         num_drafts = sum(outcome.source == DRAFTER for outcome in outcomes)
         gained = sum(value * sum(of_row) for value, of_row in zip(self._values, survivals, strict=True))
-        net = gained - gate.price(sum(map(len, survivals)), max(map(len, survivals)))
+        price = gate.price(sum(map(len, survivals)), max(map(len, survivals)))
+        net = self._kept(len(outcomes), gained / len(outcomes)) * gained - price
         self._num_gated += 1
         self._lift += max(1 / (3 + self._num_gated), 0.03) * ((net - self._planned_net) / num_drafts - self._lift)
 
@@ -200,7 +231,7 @@ class AutoSchedule(Schedule):
         of the worth goes to the rows that would be the last ones without drafts. Where texts fill their room, these
         are the ones that lie behind; where texts end before, nobody knows.
         """
-        num_rows = len(rows)
+        num_rows, self._at_stake = len(rows), 0.0
         if num_rows == 1 or self._costs.num_plain(num_rows) == 0:
             return [1.0] * num_rows
         rooms = [row.room for row in rows]
@@ -211,8 +242,27 @@ class AutoSchedule(Schedule):
         weights = [exp(min(0.0, room - num_rounds) / (1 + 0.5 * num_rounds**0.5)) for room in rooms]
         seconds = self._costs.pass_seconds(num_rows, 2 * num_rows)
         shared = max(0.0, 1.0 - 0.5 * (seconds[-1] / seconds[0] - 1))
-        share = shared * decided_by_room
+        self._num_rounds = num_rounds
+        contenders = sum(weights) ** 2 / sum(weight * weight for weight in weights)
+        # The largest of so many normal variables (Blom's approximation).
+        self._luck = max(0.0, NormalDist().inv_cdf((contenders - 0.375) / (contenders + 0.25)))
+        self._usual_gain = sum(self._paces[row.row].mean for row in rows) / num_rows - 1
+        share = self._at_stake = shared * decided_by_room
         return [1 - share + share * num_rows * weight / sum(weights) for weight in weights]
+
+    def _kept(self, num_rows: int, gain: float) -> float:
+        """The part of their values that accepted tokens are worth, where a round gains so many a row: what all rows
+        together gain is lost as far as the row most behind has no share in it."""
+        if self._at_stake == 0:
+            return 1.0
+        more = self._num_rounds * max(gain, self._usual_gain, 1e-3)
+        lead = self._expected_lead(self._gained + more) - self._expected_lead(self._gained)
+        return 1 - self._at_stake * (1 - self._table.lead(num_rows) * lead / more)
+
+    def _expected_lead(self, gained: float) -> float:
+        """Rounds that the row most behind is spared where rows that are alike gain so many tokens on average: luck
+        leaves one of them behind the others."""
+        return max(0.0, gained - self._luck * gained**0.5)
 
     def _lookup_gains(self, rows: Sequence[RowState]) -> list[list[float]]:
         """For each row, the worth of the accepted tokens to expect of the first 0, 1, 2, ... tokens of its offer."""
@@ -282,7 +332,8 @@ class AutoSchedule(Schedule):
             if draft_lines is not None and drafting:
                 base, slope = draft_lines[drafting - 1]
                 cost += base + slope * longest
-            promised = tokens + lift * drafting
+            kept = self._kept(num_rows, tokens / num_rows - 1)
+            promised = num_rows + kept * (tokens - num_rows) + lift * drafting
             if promised / cost > best_rate:
                 best, best_rate = (list(counts), promised, cost), promised / cost
         counts, tokens, cost = best
@@ -320,12 +371,16 @@ class AutoSchedule(Schedule):
         probe = self._best(lookups, hopes, must_draft=True)
         if not probe.uses_drafter:  # the lookups are better even so
             return None
-        tokens = len(drafts) + sum(
+        gained = sum(
             _at(draft if row.source == DRAFTER else lookup, row.num_tokens)
             for row, lookup, draft in zip(probe.rows, lookups, drafts, strict=True)
         )
+        tokens = len(drafts) + self._kept(len(drafts), gained / len(drafts)) * gained
         break_even = advantage * probe.break_even
         loss = (1 - tokens / break_even) * probe.break_even / len(drafts)  # in plain rounds
+        if self._share is None:
+            noted = self._table.share_of_tries(len(drafts))
+            self._share = self.MAX_SHARE if noted is None else min(2 * noted, self.MAX_SHARE)
         self._pause = min(loss / self._share, self.MAX_PAUSE)
         if self._rounds_since_draft < self._pause:
             return None

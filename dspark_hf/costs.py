@@ -1,9 +1,10 @@
 """What a round costs: seconds measured while decoding, and guesses for what was not measured. Pure numbers.
 
 A [`CostTable`] outlives a call: the seconds of the target's pass by rows and size (the draft tokens of all rows,
-padding included, beside the anchors), the seconds of a draft, and the record of accepted draft tokens and of how texts
-end. Real pass times are jagged in the size, so a measured size stands for itself alone; one not measured is guessed
-from its neighbours. For a batch, whose passes have many sizes, neighbouring ones share a price.
+padding included, beside the anchors), the seconds of a draft, and the record: of accepted draft tokens, of what they
+saved batches, of tries, of how texts end. Real pass times are jagged in the size, so a measured size stands for itself
+alone; one not measured is guessed from its neighbours. For a batch, whose passes have many sizes, neighbouring ones
+share a price.
 
 [`RoundCosts`] is the table as one call sees it. All passes of a call share a factor, its *level*: a longer context, a
 busy machine. The level is learned from whichever pass runs, and the table keeps what remains of a pass time without
@@ -41,6 +42,9 @@ _FIRM, _PULL = 16, 6
 _NEAR = 2.0
 # Tokens of an answer, as long as none was seen.
 _USUAL_LENGTH = 256
+# Before a batch has shown it: the share of the promised rounds that accepted tokens save, and for how many promised
+# rounds it counts. What is left of such a record after one more of them.
+_LEAD, _LEAD_WEIGHT, _LEAD_FADE = 0.85, 6.0, 0.98
 
 
 class CostTable:
@@ -60,6 +64,8 @@ class CostTable:
         self._drafts: dict[int, _DraftLine] = {}  # by rows
         self._accepted: dict[tuple[str, int], tuple[float, float]] = {}
         self._num_ends, self._num_tokens = 1.0, float(_USUAL_LENGTH)
+        self._leads: dict[int, tuple[float, float]] = {}  # rounds saved and promised, by the length of rows in bits
+        self._tries: dict[int, float] = {}  # by rows
 
     @classmethod
     def of(
@@ -106,6 +112,36 @@ class CostTable:
             fading = 0.9998**num_tokens
             self._num_ends = fading * self._num_ends + num_ends
             self._num_tokens = fading * self._num_tokens + num_tokens
+
+    def count_lead(self, num_rows: int, saved: float, promised: float) -> None:
+        """Adds to the record by how many rounds the row of a batch that lies most behind came nearer to its end, and
+        by how many it should have by the tokens that all rows gained, if all rows were alike."""
+        if self.is_fixed:
+            return
+        with self._lock:
+            before = self._leads.get(num_rows.bit_length(), (0.0, 0.0))
+            fading = _LEAD_FADE**promised
+            self._leads[num_rows.bit_length()] = fading * before[0] + saved, fading * before[1] + promised
+
+    def lead(self, num_rows: int) -> float:
+        """Rounds saved per round promised, of batches of about this size; 1 for a single row."""
+        if num_rows == 1:
+            return 1.0
+        with self._lock:
+            saved, promised = self._leads.get(num_rows.bit_length(), (0.0, 0.0))
+        return min(1.0, (_LEAD * _LEAD_WEIGHT + saved) / (_LEAD_WEIGHT + promised))
+
+    def keep_share_of_tries(self, num_rows: int, share: float) -> None:
+        """Notes the share of the time that tries of the drafter were worth in the end, for the calls to come."""
+        if self.is_fixed:
+            return
+        with self._lock:
+            self._tries[num_rows] = share
+
+    def share_of_tries(self, num_rows: int) -> float | None:
+        """What was noted last; `None` before the first one."""
+        with self._lock:
+            return self._tries.get(num_rows)
 
     @property
     def end_rate(self) -> float:

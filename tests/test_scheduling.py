@@ -489,6 +489,85 @@ class TestAcceptance:
         assert acceptance.gains(0, 2, 8) == pytest.approx([0] + [1] * 8, abs=0.05)
 
 
+class TestKept:
+    """What accepted tokens are worth to a batch, whose call lasts as long as its slowest row."""
+
+    def kept(self, num_rows: int, room: int, gain: float, table: CostTable | None = None) -> float:
+        table = CostTable() if table is None else table
+        table.count_ends(0, 100_000)  # texts fill their room
+        schedule = AutoSchedule(settings(), table)
+        states = [row(number, room) for number in range(num_rows)]
+        schedule._values = [1.0] * num_rows
+        schedule.observe(
+            Plan([NONE] * num_rows, "measuring"), [RowOutcome(n, "none", 0, 0) for n in range(num_rows)], 1.0, 0.0
+        )
+        schedule._paces.clear()
+        schedule._values_of(states)
+        schedule._usual_gain = 0.0
+        return schedule._kept(num_rows, gain)
+
+    def test_all_for_one_row(self):
+        assert self.kept(1, 50, 0.01) == 1
+
+    def test_a_few_lucky_rows_of_many_save_nothing(self):
+        assert self.kept(16, 50, 0.02) < 0.35
+
+    def test_many_tokens_of_all_rows_do(self):
+        assert self.kept(16, 2000, 1.0) > 0.8
+        by_gain = [self.kept(16, 60, gain) for gain in (0.02, 0.1, 0.3, 1.0)]
+        by_rows = [self.kept(num_rows, 60, 0.3) for num_rows in (16, 8, 4, 2)]
+        assert by_gain == sorted(set(by_gain)) and by_rows == sorted(set(by_rows))
+
+    def test_what_was_measured_counts(self):
+        table = CostTable()
+        table.count_lead(16, 0.0, 40.0)
+        assert self.kept(16, 2000, 1.0, table) < 0.4 < self.kept(2, 2000, 1.0, table)
+
+    def test_the_lead_of_the_row_most_behind_is_what_counts(self):
+        table = CostTable()
+        table.count_ends(0, 100_000)
+        schedule = AutoSchedule(settings(), table)
+        rooms = [50, 50, 50, 50]
+        for accepted in ([0, 0, 0, 0], [2, 2, 2, 0], [2, 2, 2, 2]):
+            schedule.plan([row(number, room) for number, room in enumerate(rooms)])
+            plan = Plan([drafter(2) if sum(accepted) else NONE] * 4, "best")
+            before = table._leads.get(3, (0.0, 0.0))
+            outcomes = [
+                RowOutcome(n, of.source, of.num_tokens, a)
+                for n, (of, a) in enumerate(zip(plan.rows, accepted, strict=True))
+            ]
+            schedule.observe(plan, outcomes, 1.0, 0.1)
+            rooms = [room - 1 - a for room, a in zip(rooms, accepted, strict=True)]
+            assert table._leads.get(3, (0.0, 0.0))[0] - before[0] == pytest.approx(min(accepted), abs=0.1)
+
+    def test_a_row_that_ends_by_itself_is_no_lead(self):
+        table = CostTable()
+        table.count_ends(0, 100_000)
+        schedule = AutoSchedule(settings(), table)
+        states = [row(0, 80), row(1, 20)]
+        for has_ended in (False, True):
+            schedule.plan(states)
+            outcomes = [RowOutcome(0, "none", 0, 0, has_ended), RowOutcome(1, "none", 0, 0)]
+            schedule.observe(Plan([NONE] * 2, "aside"), outcomes, 1.0, 0.0)
+        assert table._leads[2][0] == 0
+
+    def test_a_fixed_table_learns_nothing(self):
+        table = CostTable.of({4: {0: 1.0, 4: 1.2}}, {4: {1: 0.1}}, is_fixed=True)
+        before = table.lead(4)
+        table.count_lead(4, 0.0, 50.0)
+        table.keep_share_of_tries(4, 0.01)
+        assert table.lead(4) == before and table.share_of_tries(4) is None
+
+
+def test_a_call_tries_as_seldom_as_the_one_before_it_ended_with():
+    table = CostTable()
+    counts = []
+    for _ in range(3):
+        plans = play(AutoSchedule(settings(), table), 0, times=150)
+        counts.append(sum(plan.reason == "probing" for plan in plans))
+    assert counts[0] > counts[1] == counts[2] > 0
+
+
 class TestMismatch:
     def mismatch(self, accepted: int, times: int, table: CostTable | None = None) -> str | None:
         schedule = AutoSchedule(settings(), table or CostTable())

@@ -33,6 +33,14 @@ def result(pair, short_prompts, tmp_path_factory):  # noqa: F811
     return *run(settings), folder
 
 
+def test_repeats_go_over_the_prompts_again(pair, short_prompts):  # noqa: F811
+    settings = {"methods": ["dspark-constant:1"], "batch_size": [2], "temperature": [1.0], "max_new_tokens": 5}
+    once, twice = (
+        run(SweepSettings(**pair, **settings, prompts=short_prompts, repeats=n))[0][0].methods["plain"] for n in (1, 2)
+    )
+    assert twice.num_new_tokens == 2 * once.num_new_tokens
+
+
 class TestRun:
     def test_every_cell_has_every_method(self, result):
         cells, text, _ = result

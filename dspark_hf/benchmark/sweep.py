@@ -1,7 +1,7 @@
 """`dspark-hf sweep`: every schedule in every situation, batch sizes and temperatures, in one table.
 
-Less is noted of each call than `dspark-hf bench` does, and each is made once: speed over all prompts of a cell, what
-was verified, and what of it stood.
+Less is noted of each call than `dspark-hf bench` does: speed over all prompts of a cell, what was verified, and what
+of it stood.
 """
 
 import time
@@ -52,6 +52,9 @@ class SweepSettings(PairSettings):
     prompts: str | None = field(
         default=None, metadata={"help": "JSON lines with prompt, or turns; default: the built-in ones"}
     )
+    repeats: int = field(
+        default=1, metadata={"help": "go over the prompts this many times; sampled texts differ each time"}
+    )
     seed: int = field(default=0, metadata={"help": "of sampling"})
     json: str | None = json_field()
     plot: str | None = field(
@@ -77,7 +80,7 @@ class SweepSettings(PairSettings):
             "dspark",
         ]
         shared = ["target", "gguf_file", "drafter", "dtype", "device"]
-        shared += ["num_prompts", "max_new_tokens", "prompts", "seed", "threads"]
+        shared += ["num_prompts", "max_new_tokens", "prompts", "repeats", "seed", "threads"]
         return [
             BenchmarkSettings(
                 methods=methods,
@@ -172,8 +175,8 @@ def _measure(settings: BenchmarkSettings, models: Models, progress: Progress) ->
     measurer.warm_up(cases[0])
     totals = {name: MethodTotals() for name in names}
     cell = Cell(settings.batch_size, settings.temperature if settings.do_sample else 0.0, totals)
-    task = progress.add_task(_name(cell), total=len(cases) * len(names))
-    for number, case in enumerate(cases):
+    task = progress.add_task(_name(cell), total=settings.repeats * len(cases) * len(names))
+    for number, case in enumerate(settings.repeats * cases):
         shift = number * 5 % len(names)
         for name in [*names[shift:], *names[:shift]]:
             _add_call(totals[name], name, case, measurer, models, seed=settings.seed + number)
