@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp
+from math import exp, inf, isfinite
 from statistics import NormalDist
 from typing import Literal
 
@@ -123,7 +123,7 @@ class AutoSchedule(Schedule):
             row_plan(DRAFTER, min(most, row.room)) if plan.source == DRAFTER else plan
             for plan, row in zip(choice.rows, rows, strict=True)
         ]
-        seconds = self._costs.pass_seconds(num_rows, sum(plan.num_tokens for plan in plans))
+        seconds = self._prices(num_rows, sum(plan.num_tokens for plan in plans))
         if not self._reads_confidence(num_rows, seconds):
             return Plan(choice.rows, reason)
         copied = sum(plan.num_tokens for plan in plans if plan.source == LOOKUP)
@@ -289,13 +289,14 @@ class AutoSchedule(Schedule):
         """The draft tokens with the most expected new tokens per second."""
         num_rows = len(drafts)
         longest = [max(len(a), len(b)) - 1 for a, b in zip(lookups, drafts, strict=True)]
-        seconds = self._costs.pass_seconds(num_rows, pass_size(longest, self._pads_rows))
+        seconds = self._prices(num_rows, pass_size(longest, self._pads_rows))
         choices = []
         if not must_draft:
             choices.append(self._filled([(LOOKUP, gains) for gains in lookups], seconds))
         if any(len(gains) > 1 for gains in drafts):
             # What a draft token must bring to pay for its place in the pass.
-            toll = num_rows * (seconds[-1] / seconds[0] - 1) / (len(seconds) - 1)
+            last = max(size for size, price in enumerate(seconds) if isfinite(price))
+            toll = num_rows * (seconds[last] / seconds[0] - 1) / max(last, 1)
             offers: list[tuple[Literal["drafter", "lookup"], list[float]]] = [
                 (DRAFTER, draft) if num_rows == 1 or _worth(draft, toll) > _worth(lookup, toll) else (LOOKUP, lookup)
                 for lookup, draft in zip(lookups, drafts, strict=True)
@@ -303,6 +304,15 @@ class AutoSchedule(Schedule):
             lines = [self._costs.draft_seconds(1 + n) for n in range(num_rows)]
             choices.append(self._filled(offers, seconds, lines))
         return max(choices, key=lambda choice: choice.advantage)
+
+    def _prices(self, num_rows: int, max_size: int) -> list[float]:
+        """Seconds of a pass by size. A batch goes into unknown sizes step by step: what lies too far out counts as
+        endless."""
+        seconds = self._costs.pass_seconds(num_rows, max_size)
+        if num_rows == 1:
+            return seconds
+        known = self._costs.horizon(num_rows) + 1
+        return seconds[:known] + [inf] * (len(seconds) - known)
 
     def _filled(
         self,

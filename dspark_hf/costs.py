@@ -171,6 +171,12 @@ class RoundCosts:
             price = self._table._passes.get(num_rows, {}).get(_class_of(size, num_rows))
             return price is not None and price.count > 1
 
+    def horizon(self, num_rows: int) -> int:
+        """The largest size of a batch's pass whose price may be guessed: four times the largest one measured, and a
+        token in each row at least. A pass beyond that could cost more than it teaches."""
+        with self._table._lock:
+            return max(num_rows, 4 * max(self._known_prices(num_rows), default=0))
+
     def pass_seconds(self, num_rows: int, max_size: int) -> list[float]:
         """Seconds of the target's pass, measured or guessed; index = size, the pass's draft tokens, up to `max_size`.
 

@@ -559,6 +559,16 @@ class TestKept:
         assert table.lead(4) == before and table.share_of_tries(4) is None
 
 
+def test_a_batch_goes_into_unknown_sizes_step_by_step():
+    states = [row(number) for number in range(8)]
+    schedule = AutoSchedule(settings(), CostTable())
+    plans = play(schedule, 7, times=12, states=states)
+    sizes = [sum(of.num_tokens for of in plan.rows) for plan in plans]
+    for n, size in enumerate(sizes):
+        assert size <= max(8, 4 * max(sizes[:n], default=0))
+    assert max(sizes) == 8 * NUM_DRAFT_TOKENS  # and in the end to where it pays
+
+
 def test_a_call_tries_as_seldom_as_the_one_before_it_ended_with():
     table = CostTable()
     counts = []
