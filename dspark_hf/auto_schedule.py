@@ -135,7 +135,7 @@ class AutoSchedule(Schedule):
         slope = self._costs.draft_seconds(len(planned))[1]
         rate = advantage * num_rows / seconds[0]
         gained = sum(_at(gains[slot], num_tokens) for slot, num_tokens in planned.items())
-        kept = self._kept(num_rows, gained / num_rows)
+        kept = self._kept(num_rows, gained)
         # One more token is worth more than the mean of all: what luck takes grows with the root of their number.
         values = [(1 + kept) / 2 * value for value in self._values]
         gate = ForesightGate(usual, values, seconds, slope, rate, copied, self._table.trust)
@@ -177,12 +177,15 @@ class AutoSchedule(Schedule):
         self._first_tries += sum(outcome.proposed > 0 for outcome in outcomes if outcome.source == DRAFTER)
         self._first_hits += sum(outcome.accepted > 0 for outcome in outcomes if outcome.source == DRAFTER)
         if plan.reason == "probing":
-            gained = sum(value * outcome.accepted for value, outcome in zip(self._values, outcomes, strict=True))
-            kept = self._kept(len(outcomes), gained / len(outcomes))
-            pays = len(outcomes) + kept * gained >= self._break_even
-            share = self.MAX_SHARE if self._share is None else self._share
-            self._share = self.MAX_SHARE if pays else max(share / 2, self.MIN_SHARE)
+            gained = self._gained_by(outcomes)
+            pays = len(outcomes) + self._kept(len(outcomes), gained) * gained >= self._break_even
+            assert self._share is not None  # the plan of a try has set it
+            self._share = self.MAX_SHARE if pays else max(self._share / 2, self.MIN_SHARE)
             self._table.keep_share_of_tries(len(outcomes), self._share)
+
+    def _gained_by(self, outcomes: Sequence[RowOutcome]) -> float:
+        """The values of the accepted tokens of a round."""
+        return sum(value * outcome.accepted for value, outcome in zip(self._values, outcomes, strict=True))
 
     def _observe_lead(self, outcomes: Sequence[RowOutcome]) -> None:
         """Learns how much faster the round made the row that lies most behind. One that has ended by itself says
@@ -192,9 +195,8 @@ class AutoSchedule(Schedule):
             return
         before = max(self._rooms[outcome.row] for outcome in going_on)
         after = max(self._rooms[outcome.row] - 1 - outcome.accepted for outcome in going_on)
-        gained = sum(value * outcome.accepted for value, outcome in zip(self._values, outcomes, strict=True))
         lead_before = self._expected_lead(self._gained)
-        self._gained += gained / len(outcomes)
+        self._gained += self._gained_by(outcomes) / len(outcomes)
         self._table.count_lead(len(outcomes), before - 1 - after, self._expected_lead(self._gained) - lead_before)
 
     def _learn_confidences(self, gate: ForesightGate, outcomes: Sequence[RowOutcome]) -> None:
@@ -205,7 +207,7 @@ class AutoSchedule(Schedule):
         num_drafts = sum(outcome.source == DRAFTER for outcome in outcomes)
         gained = sum(value * sum(of_row) for value, of_row in zip(self._values, survivals, strict=True))
         price = gate.price(sum(map(len, survivals)), max(map(len, survivals)))
-        net = self._kept(len(outcomes), gained / len(outcomes)) * gained - price
+        net = self._kept(len(outcomes), gained) * gained - price
         self._num_gated += 1
         self._lift += max(1 / (3 + self._num_gated), 0.03) * ((net - self._planned_net) / num_drafts - self._lift)
 
@@ -243,19 +245,20 @@ class AutoSchedule(Schedule):
         seconds = self._costs.pass_seconds(num_rows, 2 * num_rows)
         shared = max(0.0, 1.0 - 0.5 * (seconds[-1] / seconds[0] - 1))
         self._num_rounds = num_rounds
-        contenders = sum(weights) ** 2 / sum(weight * weight for weight in weights)
+        total = sum(weights)
+        contenders = total**2 / sum(weight * weight for weight in weights)
         # The largest of so many normal variables (Blom's approximation).
         self._luck = max(0.0, NormalDist().inv_cdf((contenders - 0.375) / (contenders + 0.25)))
         self._usual_gain = sum(self._paces[row.row].mean for row in rows) / num_rows - 1
         share = self._at_stake = shared * decided_by_room
-        return [1 - share + share * num_rows * weight / sum(weights) for weight in weights]
+        return [1 - share + share * num_rows * weight / total for weight in weights]
 
-    def _kept(self, num_rows: int, gain: float) -> float:
-        """The part of their values that accepted tokens are worth, where a round gains so many a row: what all rows
-        together gain is lost as far as the row most behind has no share in it."""
+    def _kept(self, num_rows: int, gained: float) -> float:
+        """The part of their values that accepted tokens are worth, where a round gains so many of all rows together:
+        it is lost as far as the row most behind has no share in it."""
         if self._at_stake == 0:
             return 1.0
-        more = self._num_rounds * max(gain, self._usual_gain, 1e-3)
+        more = self._num_rounds * max(gained / num_rows, self._usual_gain, 1e-3)
         lead = self._expected_lead(self._gained + more) - self._expected_lead(self._gained)
         return 1 - self._at_stake * (1 - self._table.lead(num_rows) * lead / more)
 
@@ -342,8 +345,8 @@ class AutoSchedule(Schedule):
             if draft_lines is not None and drafting:
                 base, slope = draft_lines[drafting - 1]
                 cost += base + slope * longest
-            kept = self._kept(num_rows, tokens / num_rows - 1)
-            promised = num_rows + kept * (tokens - num_rows) + lift * drafting
+            gained = tokens - num_rows
+            promised = num_rows + self._kept(num_rows, gained) * gained + lift * drafting
             if promised / cost > best_rate:
                 best, best_rate = (list(counts), promised, cost), promised / cost
         counts, tokens, cost = best
@@ -385,7 +388,7 @@ class AutoSchedule(Schedule):
             _at(draft if row.source == DRAFTER else lookup, row.num_tokens)
             for row, lookup, draft in zip(probe.rows, lookups, drafts, strict=True)
         )
-        tokens = len(drafts) + self._kept(len(drafts), gained / len(drafts)) * gained
+        tokens = len(drafts) + self._kept(len(drafts), gained) * gained
         break_even = advantage * probe.break_even
         loss = (1 - tokens / break_even) * probe.break_even / len(drafts)  # in plain rounds
         if self._share is None:

@@ -504,7 +504,7 @@ class TestKept:
         schedule._paces.clear()
         schedule._values_of(states)
         schedule._usual_gain = 0.0
-        return schedule._kept(num_rows, gain)
+        return schedule._kept(num_rows, gain * num_rows)
 
     def test_all_for_one_row(self):
         assert self.kept(1, 50, 0.01) == 1
