@@ -78,6 +78,7 @@ class AutoSchedule(Schedule):
         # a round of late and in all so far.
         self._at_stake = 0.0
         self._num_rounds, self._luck, self._usual_gain, self._gained = 1.0, 0.0, 0.0, 0.0
+        self._num_observed = 0
         self._paces: defaultdict[int, _Pace] = defaultdict(_Pace)
         self._first_tries = self._first_hits = 0
         # What reading confidences brings, in tokens of a row that drafts; and what a plan promises without them.
@@ -167,6 +168,7 @@ class AutoSchedule(Schedule):
         self._observe_lead(outcomes)
         for outcome in outcomes:
             self._paces[outcome.row].add(1 + outcome.accepted)
+        self._num_observed += 1
         is_plain = not any(row.num_tokens for row in plan.rows)
         self._rounds_since_plain = 0 if is_plain else self._rounds_since_plain + 1
         self._rounds_since_draft = 0 if drafted else self._rounds_since_draft + 1
@@ -230,26 +232,30 @@ class AutoSchedule(Schedule):
         """What a new token of each row is worth, where one more token of every row is worth their number.
 
         Most of a pass costs the same for one row as for many, and has to be paid until the last row is done: that part
-        of the worth goes to the rows that would be the last ones without drafts. Where texts fill their room, these
-        are the ones that lie behind; where texts end before, nobody knows.
+        of the worth goes to the rows that look like the last ones. Where texts fill their room, these are the ones
+        that lie behind or accept little; where texts end before, nobody knows.
         """
         num_rows, self._at_stake = len(rows), 0.0
         if num_rows == 1 or self._costs.num_plain(num_rows) == 0:
             return [1.0] * num_rows
-        rooms = [row.room for row in rows]
-        fills_its_room = exp(-self._table.end_rate * sum(rooms) / num_rows)
+        fills_its_room = exp(-self._table.end_rate * sum(row.room for row in rows) / num_rows)
         decided_by_room = 1 - (1 - fills_its_room) ** num_rows
-        # Rounds until the last row is done, at the pace of each so far, give or take a few.
-        num_rounds = max(row.room / self._paces[row.row].mean for row in rows)
-        weights = [exp(min(0.0, room - num_rounds) / (1 + 0.5 * num_rounds**0.5)) for room in rooms]
+        # Rounds until each row is done. Half of what sets its pace apart from the others' is taken for luck: rows that
+        # differ less than they seem to would all wait for drafts in turn.
+        paces = [self._paces[row.row].mean for row in rows]
+        mean_pace = sum(paces) / num_rows
+        num_rounds = [row.room / ((mean_pace + pace) / 2) for row, pace in zip(rows, paces, strict=True)]
+        longest = self._num_rounds = max(num_rounds)
+        # Give or take so many: luck of the rounds to come, and what the rounds so far do not tell of the paces.
+        spread = 1 + 0.5 * longest**0.5 + 0.25 * longest / (5 + self._num_observed) ** 0.5
+        weights = [exp((rounds - longest) / spread) for rounds in num_rounds]
         seconds = self._costs.pass_seconds(num_rows, 2 * num_rows)
         shared = max(0.0, 1.0 - 0.5 * (seconds[-1] / seconds[0] - 1))
-        self._num_rounds = num_rounds
         total = sum(weights)
         contenders = total**2 / sum(weight * weight for weight in weights)
         # The largest of so many normal variables (Blom's approximation).
         self._luck = max(0.0, NormalDist().inv_cdf((contenders - 0.375) / (contenders + 0.25)))
-        self._usual_gain = sum(self._paces[row.row].mean for row in rows) / num_rows - 1
+        self._usual_gain = mean_pace - 1
         share = self._at_stake = shared * decided_by_room
         return [1 - share + share * num_rows * weight / total for weight in weights]
 

@@ -368,7 +368,7 @@ class TestBatches:
     def test_without_padding_tokens_go_where_they_are_accepted(self):
         schedule = AutoSchedule(settings(), CostTable())
         for _ in range(30):
-            plan = schedule.plan([row(0), row(1)])
+            plan = schedule.plan([row(0), row(1, room=40)])  # row 0 will be the last one
             proposed = [planned.num_tokens for planned in plan.rows]
             outcomes = [
                 RowOutcome(number, planned.source, n, (n, 0)[number])
@@ -379,14 +379,16 @@ class TestBatches:
         assert plan.rows[0].num_tokens > 2
         assert plan.rows[1].num_tokens == 0
 
-    def values(self, table: CostTable, rooms: list[int], accepted: list[int], per_token: float = 1) -> list[float]:
+    def values(
+        self, table: CostTable, rooms: list[int], accepted: list[int], per_token: float = 1, times: int = 20
+    ) -> list[float]:
         """After some rounds in which the rows accepted so many tokens each."""
         schedule, drafts = AutoSchedule(settings(), table), [drafter(7)] * len(rooms)
         for size in (*range(9), 14):
             for _ in range(8):
                 schedule._costs.observe(2, size, 0, 0, 50 + per_token * size, None)
         schedule._values = [1.0] * len(rooms)
-        for _ in range(20):
+        for _ in range(times):
             outcomes = [RowOutcome(number, "drafter", 7, n) for number, n in enumerate(accepted)]
             schedule.observe(Plan(drafts, "best"), outcomes, 55 + 14 * per_token, 5)
         return schedule._values_of([row(number, room) for number, room in enumerate(rooms)])
@@ -404,9 +406,16 @@ class TestBatches:
         assert behind > 1.7
         assert behind + ahead == pytest.approx(2)
 
-    def test_a_row_that_drafts_well_is_last_without_its_drafts(self):
-        assert self.values(self.long_texts(), [100, 60], [3, 3]) == pytest.approx([1, 1])
-        assert self.values(self.long_texts(), [100, 60], [0, 3])[0] > 1.7
+    def test_a_row_that_accepts_little_goes_first(self):
+        slow, fast = self.values(self.long_texts(), [80, 80], [0, 3])
+        assert slow > 1.7
+        assert slow + fast == pytest.approx(2)
+        # Ahead of one that is as fast, it is not the last one.
+        assert self.values(self.long_texts(), [60, 100], [3, 3])[0] < 0.5
+
+    def test_paces_are_not_believed_before_they_were_seen(self):
+        early, late = (self.values(self.long_texts(), [80, 80], [1, 2], times=times) for times in (2, 60))
+        assert 1 < early[0] < 1.25 < late[0]
 
     def test_nobody_knows_which_row_is_last_where_texts_end_before_their_room_does(self):
         table = CostTable()
