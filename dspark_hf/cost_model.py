@@ -189,6 +189,10 @@ def _between(low: dict[int, dict[int, float]], high: dict[int, dict[int, float]]
     }
 
 
+# Calls after which a length should have been seen, and as many again for each further time.
+_PATIENCE = 8
+
+
 class _Sweep(ConstantSchedule):
     """Every number of draft tokens in turn, the same for all rows, then again."""
 
@@ -222,7 +226,7 @@ def profile_costs(
         seed: of the random prompts.
 
     Raises:
-        ValueError: a number is out of range.
+        ValueError: a number is out of range, or the drafter proposes nothing.
     """
     if not batch_sizes or not context_lengths or min(*batch_sizes, *context_lengths, repeats) < 1:
         raise ValueError("`batch_sizes`, `context_lengths` and `repeats` must hold numbers from 1 on.")
@@ -255,13 +259,24 @@ def _measure(
     rounds: dict[int, list[Round]] = {length: [] for length in range(num_lengths)}
     # Enough for a turn of all lengths, even if every draft is accepted.
     num_tokens = max((repeats + 1) * num_lengths, num_lengths * (num_lengths + 1))
-    while min(map(len, rounds.values())) < repeats + 1:
+    num_calls = 0
+    while (fewest := min(map(len, rounds.values()))) < repeats + 1:
+        if num_calls >= _PATIENCE * (1 + fewest):
+            missing = ", ".join(str(length) for length, of_length in rounds.items() if len(of_length) == fewest)
+            raise ValueError(
+                f"The drafter makes no drafts of {missing} tokens for {num_rows} rows: nothing to measure. Check with "
+                "`dspark-hf generate` that it proposes what the target accepts, and its dtype for overflows."
+            )
+        num_calls += 1
         with drafter.trace() as trace:
             target.generate(
                 input_ids=input_ids,
                 attention_mask=torch.ones_like(input_ids),
-                min_new_tokens=num_tokens,
                 max_new_tokens=num_tokens,
+                # No token ends the text. `min_new_tokens` would be a processor of logits, and drafts that pass through
+                # processors cost more.
+                eos_token_id=vocab_size,
+                pad_token_id=0,
                 do_sample=False,
                 num_beams=1,
                 assistant_model=drafter,

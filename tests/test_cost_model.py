@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from dspark_hf import DSparkDrafter, cost_model, generation
 from dspark_hf.cli import main
+from dspark_hf.candidate_generator import DSparkCandidateGenerator
 from dspark_hf.cost_model import CostModel, Prices, place_of, profile_costs
 from dspark_hf.costs import CostTable, RoundCosts
 from dspark_hf.profile_run import ProfileSettings, advice
@@ -175,6 +176,28 @@ class TestProfile:
             assert all(0 < seconds < 5 for seconds in prices.passes[num_rows].values())
         assert model.differences(kit.target(), drafter) == {}
         assert "block_size" in model.differences(kit.target(), kit.new_drafter(block_size=2))
+
+    def test_drafts_are_priced_as_greedy_calls_draw_them_though_every_token_would_end_the_text(self, monkeypatch):
+        seen, original = [], DSparkCandidateGenerator.draft
+
+        def draft(self, *args, **kwargs):
+            seen.append((list(self._processors), self.do_sample))
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(DSparkCandidateGenerator, "draft", draft)
+        target = kit.target()
+        monkeypatch.setattr(target.generation_config, "eos_token_id", list(range(target.config.vocab_size)))
+        model = profile_costs(target, kit.new_drafter(block_size=2), context_lengths=(20,), repeats=1)
+        assert [*model.prices().passes[1]] == [0, 1, 2]
+        assert seen and all(each == ([], False) for each in seen)
+
+    @pytest.mark.filterwarnings("ignore:The drafter's numbers overflow")
+    def test_a_drafter_that_proposes_nothing_is_an_error(self):
+        drafter = kit.new_drafter(block_size=2)
+        with torch.no_grad():
+            drafter.norm.weight.fill_(float("nan"))
+        with pytest.raises(ValueError, match="no drafts of 1, 2 tokens for 1 rows"):
+            profile_costs(kit.target(), drafter, context_lengths=(20,), repeats=1)
 
     def test_it_can_be_used_at_once(self):
         drafter = kit.new_drafter()
