@@ -137,13 +137,14 @@ class SpeculativeDecoding:
             or not takes_unpadded(model)
             or differ_by_row(model_kwargs, input_ids.shape[0])
         )
+        # What is drawn by chance is accepted less often, and costs more to draw; an invariant pass is a dearer one.
+        kind = (bool(generation_config.do_sample), self.draft_invariant)
+        table = _cost_table(model, self.drafter, input_ids.shape[1], kind)
         with generator:
             decoding = _Decoding(
                 model=model,
                 generator=generator,
-                schedule=new_schedule(
-                    self.draft_length, _cost_table(model, self.drafter, input_ids.shape[1]), pads_rows
-                ),
+                schedule=new_schedule(self.draft_length, table, pads_rows),
                 committer=committer,
                 config=generation_config,
                 model_kwargs=model_kwargs,
@@ -406,9 +407,9 @@ class _Decoding:
         self.model(self.sequences.prefix(0)[:, -1:], use_cache=False)
 
 
-def _cost_table(model: TargetModel, drafter: DSparkDrafter, context_length: int) -> CostTable:
-    """What rounds of this pair cost where it stands now: given with the drafter, or measured by all its calls, which
-    start from what a profile left in the cache."""
+def _cost_table(model: TargetModel, drafter: DSparkDrafter, context_length: int, kind: tuple[bool, ...]) -> CostTable:
+    """What rounds of this pair cost where it stands now: given with the drafter, or measured by all its calls of this
+    kind, which start from what a profile left in the cache."""
     if drafter.cost_model is not None:
         differences = drafter.cost_model.differences(model, drafter)
         if not differences:
@@ -421,7 +422,7 @@ def _cost_table(model: TargetModel, drafter: DSparkDrafter, context_length: int)
             stacklevel=2,
         )
     by_place = _cost_tables.setdefault(drafter, weakref.WeakKeyDictionary()).setdefault(model, {})
-    place = (model.device, model.dtype, drafter.device, drafter.dtype, torch.get_num_threads())
+    place = (model.device, model.dtype, drafter.device, drafter.dtype, torch.get_num_threads(), kind)
     if place not in by_place:
         cached = CostModel.cached(model, drafter)
         table = CostTable() if cached is None else cached.table(context_length, is_fixed=False)

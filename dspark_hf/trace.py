@@ -19,8 +19,9 @@ class Round:
     Attributes:
         proposed: ids that the target verified, in order.
         accepted: how many of them stand in the output.
-        confidence: survival probability of each position that the drafter looked at, the one that ended the draft
-            included; `None` in a round without a draft, and without a confidence head.
+        confidence: c_k of each position that the drafter looked at (the chance that its token is accepted if those
+            before it are), the one that ended the draft included; `None` in a round without a draft, and without a
+            confidence head.
         num_new_tokens: tokens that the round added: `accepted + 1`, less where a stop came first.
         source: `"drafter"`, `"lookup"` (the context itself) or `"none"`.
         reason: why the schedule chose so.

@@ -12,8 +12,8 @@ from conftest import FIXTURES
 from transformers import AutoModelForCausalLM
 
 from dspark_hf import DSparkDrafter, cost_model, generation
-from dspark_hf.cli import main
 from dspark_hf.candidate_generator import DSparkCandidateGenerator
+from dspark_hf.cli import main
 from dspark_hf.cost_model import CostModel, Prices, place_of, profile_costs
 from dspark_hf.costs import CostTable, RoundCosts
 from dspark_hf.profile_run import ProfileSettings, advice
@@ -152,6 +152,13 @@ class TestUse:
         # Nothing has to be measured first, and nothing is a guess.
         assert trace.rounds[0].reason == "best"
         assert generation._cost_tables[drafter][target].popitem()[1]._num_rounds == len(trace.rounds)
+
+
+def test_greedy_and_sampled_calls_keep_records_of_their_own():
+    target, drafter = kit.target(), kit.new_drafter()
+    for do_sample in (False, True, False):
+        target.generate(**kit.inputs(), max_new_tokens=8, do_sample=do_sample, assistant_model=drafter)
+    assert len(generation._cost_tables[drafter][target]) == 2
 
 
 class TestProfile:

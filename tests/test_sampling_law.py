@@ -395,7 +395,7 @@ class TestContextLookup:
 
 def set_prices(monkeypatch: pytest.MonkeyPatch, seconds: Sequence[float]) -> None:
     """Passes have these prices by their number of draft tokens, and drafts none; each call learns for itself."""
-    monkeypatch.setattr(generation, "_cost_table", lambda *pair: CostTable())
+    monkeypatch.setattr(generation, "_cost_table", lambda *of: CostTable())
     monkeypatch.setattr(RoundCosts, "num_plain", lambda self, num_rows: 100)
     monkeypatch.setattr(RoundCosts, "draft_seconds", lambda self, num_rows: (0.0, 0.0))
     monkeypatch.setattr(
