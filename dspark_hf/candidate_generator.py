@@ -37,8 +37,8 @@ class Draft:
         scores: `[R, n, C]` float32 processed scores that the tokens were drawn from; `None` for a draft without chance
             (its distribution is one-hot).
         columns: `[C]`, the target's ids that the scores are of; nothing else could be drawn. `None`: all V in order.
-        confidence: for each row c_k of each position that was looked at (the chance of its token if those before it are
-            accepted), the one that ended the draft included; `None` where nobody asked.
+        confidence: for each row c_k of each position that was looked at (the chance of its token if those before it
+            are accepted), the one that ended the draft included; `None` where nobody asked.
         has_overflown: a boolean scalar on the drafter's device: numbers overflowed. `None`: nothing was computed.
         chain_seconds: wall time on the host of the sequential part (the Markov loop).
     """

@@ -103,6 +103,45 @@ class Unpadded:
         """`[R, W, ...]` to `[1, N, ...]`."""
         return states.flatten(0, 1).index_select(0, self.places.to(states.device))[None]
 
+    def parts(self) -> Iterator[tuple[int | None, torch.Tensor, torch.Tensor]]:
+        """The calls of attention that the pass falls into, the base first: the row (`None`: all), and, `[R, W]` each,
+        which of the N tokens stands where and whether one does. Where none does, the row's first token is named."""
+        base = self.base or self
+        tokens = self.base_tokens if self.base_tokens is not None else torch.arange(len(base.places))
+        stands = torch.zeros(base.num_rows * base.width, dtype=torch.bool)
+        stands[base.places] = True
+        at = torch.zeros(base.num_rows * base.width, dtype=torch.long)
+        at[base.places] = tokens
+        at, stands = at.unflatten(0, (-1, base.width)), stands.unflatten(0, (-1, base.width))
+        yield None, at.where(stands, at[:, :1]), stands
+        for row, of_row in self.overhangs:
+            own = torch.arange(of_row.start, of_row.stop)[None]
+            yield row, own, torch.ones_like(own, dtype=torch.bool)
+
+
+class _Gathering:
+    """Which queries of an unpadded pass make up the packed rows of each of its calls of attention, and back: one copy
+    each way instead of one for the padding and one for the packing.
+
+    Attributes:
+        parts: the row of a call (`None`: all), how many rows and queries it has, and the indices among the N * H
+            queries (token by token) of its `[R, Hkv, H / Hkv * W]`.
+        places: `[N * H]`, the index of each query among the outputs of all calls, `[R, H / Hkv * W, Hkv]` each.
+    """
+
+    def __init__(self, unpadded: Unpadded, num_heads: int, num_key_heads: int):
+        heads = torch.arange(num_heads).view(1, num_key_heads, -1, 1)
+        self.parts: list[tuple[int | None, int, int, torch.Tensor]] = []
+        sources, visible = [], []
+        for row, tokens, stands in unpadded.parts():
+            index = tokens[:, None, None] * num_heads + heads  # [R, Hkv, H / Hkv, W]
+            self.parts.append((row, *tokens.shape, index.flatten()))
+            sources.append(index.flatten(2).transpose(1, 2).flatten())
+            visible.append(stands[:, None, None].expand_as(index).flatten(2).transpose(1, 2).flatten())
+        source, is_visible = torch.cat(sources), torch.cat(visible)
+        self.places = torch.empty(int(is_visible.sum()), dtype=torch.long)
+        self.places[source[is_visible]] = torch.arange(len(source))[is_visible]
+
 
 def takes_unpadded(target: PreTrainedModel) -> bool:
     """Whether passes over this model can be `Unpadded`, and gain by it.
@@ -128,6 +167,14 @@ class _Attention:
         self._mask_parts: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self.row_multiple, self.key_multiple = (_INVARIANT_ROWS, INVARIANT_KEYS) if mode == "invariant" else (1, 1)
         self._packed_masks: dict[tuple, tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self._gatherings: dict[tuple[int, int], _Gathering] = {}
+
+    def gathering(self, num_heads: int, num_key_heads: int) -> _Gathering:
+        """Of an unpadded pass; made once for all layers with as many heads."""
+        assert self.unpadded is not None
+        if (num_heads, num_key_heads) not in self._gatherings:
+            self._gatherings[num_heads, num_key_heads] = _Gathering(self.unpadded, num_heads, num_key_heads)
+        return self._gatherings[num_heads, num_key_heads]
 
     def serves(self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> bool:
         """Whether ours is the way for these plain states: always in a decoding step if it must be invariant."""
@@ -287,6 +334,9 @@ def _attend_unpadded(
     assert unpadded is not None and attention_mask is not None, "rows of different lengths come with a mask"
     base, queries = unpadded.base or unpadded, query.transpose(1, 2)
     mask, *others = attention.mask_parts(attention_mask)
+    like = query[:, :, :1].expand(base.num_rows, -1, base.width, -1)
+    if not args and _is_plain(module, like, key, value, mask, kwargs) and attention.serves(like, key, mask):
+        return _gathered(attention, query, key, value, [mask, *others], kwargs.get("scaling"))
     if unpadded.base_tokens is not None:
         queries = queries.index_select(1, unpadded.base_tokens)
     of_rows = base.padded(queries).transpose(1, 2)
@@ -299,6 +349,28 @@ def _attend_unpadded(
         of_row = query[:, :, tokens], key[row : row + 1], value[row : row + 1]
         whole[:, tokens] = _attend(attention, module, *of_row, mask, *args, **kwargs)[0]
     return whole
+
+
+def _gathered(
+    attention: _Attention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    masks: list[torch.Tensor],
+    scaling: float | None,
+) -> torch.Tensor:
+    """`_packed` of an unpadded pass, `[1, H, N, D]` to `[1, N, H, D]`; `masks` are those of its parts."""
+    num_heads, num_tokens, head_dim = query.shape[1:]
+    gathering = attention.gathering(num_heads, key.shape[1])
+    queries, outputs = query.transpose(1, 2).reshape(-1, head_dim), []
+    for (row, num_rows, width, index), mask in zip(gathering.parts, masks, strict=True):
+        rows = queries.index_select(0, index).view(num_rows, key.shape[1], -1, head_dim)
+        own = slice(None) if row is None else slice(row, row + 1)
+        packed = attention.packed_mask(mask, query[:, :, :1].expand(num_rows, -1, width, -1), key)
+        output = scaled_dot_product_attention(rows, key[own], value[own], attn_mask=packed, scale=scaling)
+        outputs.append(output.transpose(1, 2).reshape(-1, head_dim))
+    of_all = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return of_all.index_select(0, gathering.places).view(1, num_tokens, num_heads, head_dim)
 
 
 def _attend(
