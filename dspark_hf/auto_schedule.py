@@ -78,7 +78,7 @@ class AutoSchedule(Schedule):
         # a round of late and in all so far.
         self._at_stake = 0.0
         self._num_rounds, self._luck, self._usual_gain, self._gained = 1.0, 0.0, 0.0, 0.0
-        self._num_observed = 0
+        self._num_observed = 0  # rounds
         self._paces: defaultdict[int, _Pace] = defaultdict(_Pace)
         self._first_tries = self._first_hits = 0
         # What reading confidences brings, in tokens of a row that drafts; and what a plan promises without them.
