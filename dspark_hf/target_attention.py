@@ -57,40 +57,45 @@ class Unpadded:
         num_rows: R, rows of the batch.
         width: W, tokens of the longest one.
         places: `[N]`, where each token stands among the R * W of a padded pass: row after row.
-        overhangs: tokens that attend in a call of their own, because few rows are that wide: the row, and where they
-            stand among the N.
-        base: the rest, as a pass of its own; without overhangs the same pass.
-        base_tokens: `[M]`, its tokens among the N.
+        parts: the calls of attention that the pass falls into: their rows, and `[R, W]` which of the N tokens each of
+            their queries is. First all rows, of which a short one has its first token in the place of padding; then
+            what few rows have beyond that, each in a call of its own.
+        returns: `[N]`, where each token stands among the queries of all parts.
     """
 
     num_rows: int
     width: int
     places: torch.Tensor
-    overhangs: tuple[tuple[int, slice], ...] = ()
-    base: "Unpadded | None" = None
-    base_tokens: torch.Tensor | None = None
+    parts: tuple[tuple[slice, torch.Tensor], ...]
+    returns: torch.Tensor
 
     @classmethod
     def of(cls, widths: list[int], device: torch.device) -> "Unpadded":
         """The pass over `widths[row]` tokens of each row."""
-        width = max(widths)
-        places = [row * width + k for row, num_tokens in enumerate(widths) for k in range(num_tokens)]
-        whole = cls(len(widths), width, torch.tensor(places, device=device))
-        common = min(range(1, width + 1), key=lambda w: len(widths) * w + sum(n - w + _CALL for n in widths if n > w))
-        if common == width:
-            return whole
-        starts = [0, *accumulate(widths)]
-        overhangs = tuple(
-            (row, slice(starts[row] + common, starts[row] + n)) for row, n in enumerate(widths) if n > common
-        )
-        base_tokens = [starts[row] + k for row, n in enumerate(widths) for k in range(min(n, common))]
+        num_rows, width = len(widths), max(widths)
+        common = min(range(1, width + 1), key=lambda w: num_rows * w + sum(n - w + _CALL for n in widths if n > w))
+        starts = [*accumulate(widths, initial=0)]
+        shared = [
+            [start + (k if k < n else 0) for k in range(common)] for start, n in zip(starts[:-1], widths, strict=True)
+        ]
+        parts = [(slice(None), torch.tensor(shared, device=device))]
+        places: list[int] = []
+        returns: list[int] = []
+        end = num_rows * common
+        for row, n in enumerate(widths):
+            places += range(row * width, row * width + n)
+            returns += range(row * common, row * common + min(n, common))
+            if n > common:
+                beyond = torch.arange(starts[row] + common, starts[row] + n, device=device)
+                parts.append((slice(row, row + 1), beyond[None]))
+                returns += range(end, end + n - common)
+                end += n - common
         return cls(
-            len(widths),
+            num_rows,
             width,
-            whole.places,
-            overhangs,
-            cls.of([min(n, common) for n in widths], device),
-            torch.tensor(base_tokens, device=device),
+            torch.tensor(places, device=device),
+            tuple(parts),
+            torch.tensor(returns, device=device),
         )
 
     def padded(self, states: torch.Tensor) -> torch.Tensor:
@@ -102,45 +107,6 @@ class Unpadded:
     def flat(self, states: torch.Tensor) -> torch.Tensor:
         """`[R, W, ...]` to `[1, N, ...]`."""
         return states.flatten(0, 1).index_select(0, self.places.to(states.device))[None]
-
-    def parts(self) -> Iterator[tuple[int | None, torch.Tensor, torch.Tensor]]:
-        """The calls of attention that the pass falls into, the base first: the row (`None`: all), and, `[R, W]` each,
-        which of the N tokens stands where and whether one does. Where none does, the row's first token is named."""
-        base = self.base or self
-        tokens = self.base_tokens if self.base_tokens is not None else torch.arange(len(base.places))
-        stands = torch.zeros(base.num_rows * base.width, dtype=torch.bool)
-        stands[base.places] = True
-        at = torch.zeros(base.num_rows * base.width, dtype=torch.long)
-        at[base.places] = tokens
-        at, stands = at.unflatten(0, (-1, base.width)), stands.unflatten(0, (-1, base.width))
-        yield None, at.where(stands, at[:, :1]), stands
-        for row, of_row in self.overhangs:
-            own = torch.arange(of_row.start, of_row.stop)[None]
-            yield row, own, torch.ones_like(own, dtype=torch.bool)
-
-
-class _Gathering:
-    """Which queries of an unpadded pass make up the packed rows of each of its calls of attention, and back: one copy
-    each way instead of one for the padding and one for the packing.
-
-    Attributes:
-        parts: the row of a call (`None`: all), how many rows and queries it has, and the indices among the N * H
-            queries (token by token) of its `[R, Hkv, H / Hkv * W]`.
-        places: `[N * H]`, the index of each query among the outputs of all calls, `[R, H / Hkv * W, Hkv]` each.
-    """
-
-    def __init__(self, unpadded: Unpadded, num_heads: int, num_key_heads: int):
-        heads = torch.arange(num_heads).view(1, num_key_heads, -1, 1)
-        self.parts: list[tuple[int | None, int, int, torch.Tensor]] = []
-        sources, visible = [], []
-        for row, tokens, stands in unpadded.parts():
-            index = tokens[:, None, None] * num_heads + heads  # [R, Hkv, H / Hkv, W]
-            self.parts.append((row, *tokens.shape, index.flatten()))
-            sources.append(index.flatten(2).transpose(1, 2).flatten())
-            visible.append(stands[:, None, None].expand_as(index).flatten(2).transpose(1, 2).flatten())
-        source, is_visible = torch.cat(sources), torch.cat(visible)
-        self.places = torch.empty(int(is_visible.sum()), dtype=torch.long)
-        self.places[source[is_visible]] = torch.arange(len(source))[is_visible]
 
 
 def takes_unpadded(target: PreTrainedModel) -> bool:
@@ -163,18 +129,10 @@ class _Attention:
 
     def __init__(self, mode: AttentionMode, unpadded: Unpadded | None):
         self.mode, self.unpadded = mode, unpadded
-        self._max_masks = _MAX_SHARED_MASKS * (1 if unpadded is None else 1 + len(unpadded.overhangs))
+        self._max_masks = _MAX_SHARED_MASKS * (1 if unpadded is None else len(unpadded.parts))
         self._mask_parts: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self.row_multiple, self.key_multiple = (_INVARIANT_ROWS, INVARIANT_KEYS) if mode == "invariant" else (1, 1)
         self._packed_masks: dict[tuple, tuple[torch.Tensor | None, torch.Tensor]] = {}
-        self._gatherings: dict[tuple[int, int], _Gathering] = {}
-
-    def gathering(self, num_heads: int, num_key_heads: int) -> _Gathering:
-        """Of an unpadded pass; made once for all layers with as many heads."""
-        assert self.unpadded is not None
-        if (num_heads, num_key_heads) not in self._gatherings:
-            self._gatherings[num_heads, num_key_heads] = _Gathering(self.unpadded, num_heads, num_key_heads)
-        return self._gatherings[num_heads, num_key_heads]
 
     def serves(self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> bool:
         """Whether ours is the way for these plain states: always in a decoding step if it must be invariant."""
@@ -189,15 +147,15 @@ class _Attention:
         return mask is not None or (query.device.type == "cpu" and query.dtype != torch.float32)
 
     def mask_parts(self, mask: torch.Tensor) -> list[torch.Tensor]:
-        """Of a mask for an unpadded pass, `[R, H or 1, W, L]`, the part for its base, and that for each overhang."""
+        """Of a mask for an unpadded pass, `[R, H or 1, W, L]`, what belongs to each of its parts."""
         assert self.unpadded is not None
         if id(mask) not in self._mask_parts:
             if len(self._mask_parts) >= _MAX_SHARED_MASKS:
                 self._mask_parts.clear()
-            width = (self.unpadded.base or self.unpadded).width
-            parts = [mask[:, :, :width]]
-            for row, tokens in self.unpadded.overhangs:
-                parts.append(mask[row : row + 1, :, width : width + tokens.stop - tokens.start])
+            (_, shared), *others = self.unpadded.parts
+            common = shared.shape[1]
+            parts = [mask[:, :, :common]]
+            parts += [mask[rows, :, common : common + tokens.shape[1]] for rows, tokens in others]
             self._mask_parts[id(mask)] = mask, parts
         return self._mask_parts[id(mask)][1]
 
@@ -332,45 +290,13 @@ def _attend_unpadded(
     """`_sdpa` of queries `[1, H, N, D]` that see keys `[R, Hkv, L, D]`: `[1, N, H, D]`."""
     unpadded = attention.unpadded
     assert unpadded is not None and attention_mask is not None, "rows of different lengths come with a mask"
-    base, queries = unpadded.base or unpadded, query.transpose(1, 2)
-    mask, *others = attention.mask_parts(attention_mask)
-    like = query[:, :, :1].expand(base.num_rows, -1, base.width, -1)
-    if not args and _is_plain(module, like, key, value, mask, kwargs) and attention.serves(like, key, mask):
-        return _gathered(attention, query, key, value, [mask, *others], kwargs.get("scaling"))
-    if unpadded.base_tokens is not None:
-        queries = queries.index_select(1, unpadded.base_tokens)
-    of_rows = base.padded(queries).transpose(1, 2)
-    output = base.flat(_attend(attention, module, of_rows, key, value, mask, *args, **kwargs)[0])
-    if unpadded.base_tokens is None:
-        return output
-    whole = output.new_empty((1, query.shape[2], *output.shape[2:]))
-    whole[:, unpadded.base_tokens] = output
-    for (row, tokens), mask in zip(unpadded.overhangs, others, strict=True):
-        of_row = query[:, :, tokens], key[row : row + 1], value[row : row + 1]
-        whole[:, tokens] = _attend(attention, module, *of_row, mask, *args, **kwargs)[0]
-    return whole
-
-
-def _gathered(
-    attention: _Attention,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    masks: list[torch.Tensor],
-    scaling: float | None,
-) -> torch.Tensor:
-    """`_packed` of an unpadded pass, `[1, H, N, D]` to `[1, N, H, D]`; `masks` are those of its parts."""
-    num_heads, num_tokens, head_dim = query.shape[1:]
-    gathering = attention.gathering(num_heads, key.shape[1])
-    queries, outputs = query.transpose(1, 2).reshape(-1, head_dim), []
-    for (row, num_rows, width, index), mask in zip(gathering.parts, masks, strict=True):
-        rows = queries.index_select(0, index).view(num_rows, key.shape[1], -1, head_dim)
-        own = slice(None) if row is None else slice(row, row + 1)
-        packed = attention.packed_mask(mask, query[:, :, :1].expand(num_rows, -1, width, -1), key)
-        output = scaled_dot_product_attention(rows, key[own], value[own], attn_mask=packed, scale=scaling)
-        outputs.append(output.transpose(1, 2).reshape(-1, head_dim))
+    queries, outputs = query[0].transpose(0, 1), []
+    for (rows, tokens), mask in zip(unpadded.parts, attention.mask_parts(attention_mask), strict=True):
+        of_rows = queries.index_select(0, tokens.flatten()).unflatten(0, tokens.shape).transpose(1, 2)
+        output, _ = _attend(attention, module, of_rows, key[rows], value[rows], mask, *args, **kwargs)
+        outputs.append(output.flatten(0, 1))
     of_all = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return of_all.index_select(0, gathering.places).view(1, num_tokens, num_heads, head_dim)
+    return of_all.index_select(0, unpadded.returns)[None]
 
 
 def _attend(
@@ -465,7 +391,8 @@ def _packed(
     mask = attention.packed_mask(mask, query, key)
     key, value = _padded(key, num_keys), _padded(value, num_keys)
     output = scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)[:, :, :num_rows]
-    return output.reshape(batch_size, num_heads, num_queries, head_dim).transpose(1, 2).contiguous()
+    by_query = output.unflatten(2, (num_groups, num_queries)).permute(0, 3, 1, 2, 4)
+    return by_query.reshape(batch_size, num_queries, num_heads, head_dim).contiguous()
 
 
 def _padded(states: torch.Tensor, length: int) -> torch.Tensor:
