@@ -1,7 +1,8 @@
 """The demo's drafter, from nothing but its target: prompts, the target's responses, training.
 
 python examples/train_smollm2.py
-python examples/train_smollm2.py --num-prompts 600 --minutes 20 --data more-responses.jsonl.gz
+python examples/train_smollm2.py --vary gsm8k.jsonl humaneval.jsonl --minutes 90 --data more-responses.jsonl.gz
+python examples/train_smollm2.py --num-prompts 600 --minutes 20
 
 On a 2-core CPU the defaults take about four hours; a run that was interrupted goes on where it was. Compare with the
 drafter of the package afterwards:
@@ -17,6 +18,7 @@ from pathlib import Path
 import function_prompts
 import template_prompts
 import torch
+import varied_prompts
 
 from dspark_hf import DSparkDrafter
 from dspark_hf.data import DataSettings, run_data
@@ -27,6 +29,8 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--output-dir", default="smollm2-drafter")
 parser.add_argument("--num-prompts", type=int, default=4400, help="made by template; 0: only --data")
 parser.add_argument("--num-function-prompts", type=int, default=1200, help="made of functions of installed packages")
+parser.add_argument("--vary", nargs="*", default=[], help="files of prompts to make new ones from")
+parser.add_argument("--num-varied", type=int, default=700, help="made from each of those files")
 parser.add_argument("--num-self-prompts", type=int, default=1600, help="written by the target")
 parser.add_argument("--max-new-tokens", type=int, default=200, help="of a response")
 parser.add_argument("--data", nargs="*", default=[], help="files with more responses")
@@ -42,6 +46,11 @@ if arguments.num_prompts:
     rows = [
         *islice(template_prompts.prompts(), arguments.num_prompts),
         *islice(function_prompts.prompts(), arguments.num_function_prompts),
+        *(
+            row
+            for file in arguments.vary
+            for row in islice(varied_prompts.prompts([file]), arguments.num_varied_prompts)
+        ),
     ]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     responses = DataSettings(

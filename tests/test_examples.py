@@ -266,6 +266,35 @@ def test_function_prompts_show_whole_python(run, tmp_path, monkeypatch):
     assert names == {"kept", "method"}
 
 
+SUM = "Emma has 12 even numbers and 3 odd ones, {Emma_12}. In 1999 Emma's \\\\frac{12}{7} of the first 12 were f12(x)."
+
+
+def test_varied_prompts(run, tmp_path):
+    rows = [{"index": 20, "turns": ["Held out: is 5 the first number?"]}, {"index": 1, "turns": [SUM, "second turn"]}]
+    (tmp_path / "given.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run("varied_prompts.py", str(tmp_path / "given.jsonl"), "--num-prompts", "50", "--output", "made.jsonl")
+    made = [json.loads(line) for line in (tmp_path / "made.jsonl").read_text().splitlines()]
+    assert {row["dataset"] for row in made} == {"varied-given"}
+    asked = [row["prompt"] for row in made]
+    assert len(set(asked)) == 50
+    assert SUM not in asked
+    kind = r"(\w+) has (\d\d) (even|odd) numbers and ([2-9]) (even|odd) ones, {Emma_12}. In (\d{4}) (\w+)'s "
+    kind += r"\\\\frac{(\d\d)}{([2-9])} of the (first|last) (\d\d) were f12\(x\)\."
+    found = [re.fullmatch(kind, prompt) for prompt in asked]
+    assert all(found)
+    # The same number and the same name are replaced by the same others, all over the text.
+    assert all(match[1] == match[7] and match[2] == match[8] == match[11] for match in found)
+    for group in range(1, 11):
+        assert len({match[group] for match in found}) > 1, group
+
+
+# A prompt without anything to vary ends the search, where it would else go on for ever.
+def test_varied_prompts_end(run, tmp_path):
+    (tmp_path / "given.jsonl").write_text(json.dumps({"prompt": "?", "index": 1}) + "\n")
+    run("varied_prompts.py", str(tmp_path / "given.jsonl"), "--output", "made.jsonl")
+    assert (tmp_path / "made.jsonl").read_text().strip() == ""
+
+
 # Examples that another test module runs.
 ELSEWHERE = ["train_smollm2"]
 
