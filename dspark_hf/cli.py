@@ -189,6 +189,10 @@ class _Parser(HfArgumentParser):
             metadata["help"] = f"the same as {field.name}"
         field.metadata = MappingProxyType(metadata)
         HfArgumentParser._parse_dataclass_field(parser, field)
+        action = parser._actions[-1]
+        if action.nargs == "+":
+            # A list may be empty: its option without a word.
+            action.nargs = "*"
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (--help lists the options)\n")

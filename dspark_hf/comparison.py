@@ -47,6 +47,23 @@ def check_positive(settings: Any, *names: str) -> None:
                 raise ValueError(f"--{name.replace('_', '-')} is {number}, it must be 1 or more")
 
 
+def check_warpers(settings: Any) -> None:
+    """Raises `ValueError` where `--top-k` or `--top-p` is given and can be none."""
+    if settings.top_k is not None and settings.top_k < 0:
+        raise ValueError(f"--top-k is {settings.top_k}, it must be 0 or more")
+    if settings.top_p is not None and not 0.0 < settings.top_p <= 1.0:
+        raise ValueError(f"--top-p is {settings.top_p}, it must lie between 0 and 1")
+
+
+def sampling_words(settings: Any) -> str:
+    """How tokens are drawn, for the head of a table."""
+    given = {"top_k": settings.top_k, "top_p": settings.top_p}
+    said = [f"{name} {value:g}" for name, value in given.items() if value is not None]
+    default = " and ".join(name for name, value in given.items() if value is None)
+    said += [f"{default} as `generate` has it"] if default else []
+    return ", ".join([f"temperature {settings.temperature:g}", *said])
+
+
 def check_folders(settings: Any, *names: str) -> None:
     """Raises `ValueError` where one of these files is to be written into a folder that is not there."""
     for name in names:
@@ -205,7 +222,9 @@ def load_drafter(settings: PairSettings) -> DSparkDrafter:
 
 def target_name(target: PreTrainedModel, settings: TargetSettings) -> str:
     """What the target is, without this machine's paths."""
-    return settings.target or describe_demo_target(Path(str(target.name_or_path)))
+    if settings.target is None:
+        return describe_demo_target(Path(str(target.name_or_path)))
+    return Path(settings.target).resolve().name if Path(settings.target).is_dir() else settings.target
 
 
 def drafter_name(settings: PairSettings) -> str:

@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -539,6 +540,9 @@ class DSparkDrafter(PreTrainedModel):
         self.generation_config.save_pretrained(save_directory)
         if self.calibration is not None:
             self.calibration.save(save_directory)
+        else:
+            # One that is there was measured with the weights that stood there before.
+            Path(save_directory, CALIBRATION_NAME).unlink(missing_ok=True)
         if push_to_hub:
             options = {name: kwargs[name] for name in _PUSH_ARGUMENTS if name in kwargs}
             repo_id = options.pop("repo_id", os.path.basename(os.path.normpath(save_directory)))

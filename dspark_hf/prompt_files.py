@@ -32,6 +32,8 @@ def read_prompts(path: Path) -> list[Prompt]:
     """
     prompts = []
     for number, line in numbered_lines(path):
+        if not line.strip():
+            continue
         try:
             fields = json.loads(line)
             prompts.append(Prompt(fields.get("dataset", file_stem(path)), fields.get("index", number), ask_of(fields)))
@@ -49,6 +51,8 @@ def ask_of(fields: dict[str, Any]) -> str:
         LookupError: it has neither.
         TypeError: it is no text.
     """
+    if "prompt" not in fields and not isinstance(fields["turns"], list):
+        raise TypeError(f"`turns` is {type(fields['turns']).__name__}, expected a list of texts")
     text = fields["prompt"] if "prompt" in fields else fields["turns"][0]
     if not isinstance(text, str):
         raise TypeError(f"a prompt is {type(text).__name__}, expected text")
@@ -56,11 +60,23 @@ def ask_of(fields: dict[str, Any]) -> str:
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a text file, plain or gzipped (`.gz`), from 1 on."""
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-        # A line ends at a newline only: texts hold other separators.
-        for number, line in enumerate(file, 1):
-            yield number, line.removesuffix("\n")
+    """The lines of a text file, plain or gzipped (`.gz`), from 1 on.
+
+    Raises:
+        ValueError: it is not UTF-8, or its compressed data are cut off.
+    """
+    # Some editors put a mark before the first line, which is no part of it.
+    opened = gzip.open if path.suffix == ".gz" else open
+    number = 0
+    try:
+        with opened(path, "rt", encoding="utf-8-sig") as file:
+            # A line ends at a newline only: texts hold other separators.
+            for number, line in enumerate(file, 1):
+                yield number, line.removesuffix("\n")
+    except EOFError as error:
+        raise ValueError(f"{path} ends after line {number} in the midst of compressed data: copy it again") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}, after line {number}: not UTF-8 ({error.reason})") from error
 
 
 def file_stem(path: Path) -> str:

@@ -46,11 +46,7 @@ if arguments.num_prompts:
     rows = [
         *islice(template_prompts.prompts(), arguments.num_prompts),
         *islice(function_prompts.prompts(), arguments.num_function_prompts),
-        *(
-            row
-            for file in arguments.vary
-            for row in islice(varied_prompts.prompts([file]), arguments.num_varied_prompts)
-        ),
+        *(row for file in arguments.vary for row in islice(varied_prompts.prompts([file]), arguments.num_varied)),
     ]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     responses = DataSettings(

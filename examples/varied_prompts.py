@@ -3,22 +3,24 @@
 python examples/varied_prompts.py gsm8k.jsonl mbpp.jsonl --num-prompts 1000 --output prompts.jsonl
 dspark-hf data --prompts prompts.jsonl --exclude held-out.jsonl --output responses.jsonl
 
-Rows need `prompt`, or `turns`, of which the first counts. Rows whose `index` is divisible by 20 are passed over: with
-the files of this project they are held out, for measuring. What comes of a prompt need not make sense; the target
-answers it all the same, in the words that it has for such prompts.
+Rows need `prompt`, or `turns`, of which the first counts. Rows whose `index` is divisible by 20 are passed over, and
+MT-Bench is refused: `dspark-hf train` holds them out, for measuring. What comes of a prompt need not make sense; the
+target answers it all the same, in the words that it has for such prompts.
 """
 
 import argparse
 import json
 import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
 from template_prompts import NAMES
 
-HELD_OUT = 20
+from dspark_hf.prompt_files import file_stem, numbered_lines
+
+HELD_OUT, HELD_OUT_SETS = 20, ("mt-bench",)
 
 OPPOSITES = (
     "even odd|first last|largest smallest|maximum minimum|max min|sum product|list tuple|lists tuples|array string|"
@@ -42,7 +44,7 @@ _NO_PERSONS = {"The", "She", "Each", "This", "That", "There", "What", "How", "On
 
 def given_prompts(path: str) -> Iterator[str]:
     """The prompts of a file, without those held out."""
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").strip().split("\n")):
+    for number, line in numbered_lines(Path(path)):
         row = json.loads(line)
         if row.get("index", number) % HELD_OUT:
             yield row["prompt"] if "prompt" in row else row["turns"][0]
@@ -70,10 +72,13 @@ def varied(prompt: str, draw: random.Random) -> str:
     return _NUMBER.sub(lambda match: numbers[match[0]], with_words)
 
 
-def prompts(paths: Iterable[str], seed: int = 0) -> Iterator[dict[str, str]]:
+def prompts(paths: Sequence[str], seed: int = 0) -> Iterator[dict[str, str]]:
     """Rows of `dataset` and `prompt`: round after round over the given prompts in turn, none twice."""
+    for path in paths:
+        if file_stem(Path(path)) in HELD_OUT_SETS:
+            raise SystemExit(f"{path} is held out for evaluation: make no prompts to train on of it")
     draw = random.Random(seed)
-    given = [(Path(path).name.split(".")[0], prompt) for path in paths for prompt in given_prompts(path)]
+    given = [(file_stem(Path(path)), prompt) for path in paths for prompt in given_prompts(path)]
     seen = {prompt for _, prompt in given}
     found = True
     while found:

@@ -1,6 +1,7 @@
 """The command line: its options, its exit codes, and one line for each error."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -71,8 +72,25 @@ def test_options_from_a_yaml_file_and_the_command_line_comes_first(seen, tmp_pat
     assert seen == [DemoSettings(max_new_tokens=9, stream=False, prompt=["a b", "c"], dtype="bfloat16")]
 
 
-def test_train_options(seen, tmp_path):
-    arguments = ["train", "--output-dir", str(tmp_path), "--data", "a.jsonl", "b.jsonl", "--max-seconds", "60"]
+@pytest.fixture
+def rows(tmp_path, monkeypatch) -> list[str]:
+    """Two files, by names in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jsonl", "b.jsonl"):
+        Path(name).touch()
+    return ["a.jsonl", "b.jsonl"]
+
+
+def test_a_list_may_be_empty(seen, rows, tmp_path):
+    arguments = ["train", "--output-dir", "o", "--data", *rows]
+    assert main([*arguments, "--held-out-datasets"]) == 0
+    Path("options.yaml").write_text("held_out_datasets: []\n")
+    assert main([*arguments, "--config", "options.yaml"]) == 0
+    assert [settings.held_out_datasets for settings in seen] == [[], []]
+
+
+def test_train_options(seen, rows, tmp_path):
+    arguments = ["train", "--output-dir", str(tmp_path), "--data", *rows, "--max-seconds", "60"]
     assert main([*arguments, "--algorithm", "dflash", "--target-layer-ids", "1", "5"]) == 0
     (settings,) = seen
     assert settings.data == ["a.jsonl", "b.jsonl"]
@@ -108,6 +126,9 @@ def test_every_command_has_help(command, capsys):
         (["train", "--output-dir", "o"], "--data is missing: files with responses of the target"),
         (["train", "--data", "a"], "--output-dir is missing: the folder for the drafter"),
         (["train", "--data", "a", "--output-dir", "o", "--num-anchors", "0"], "--num-anchors is 0, it must be 1 or"),
+        (["train", "--data", "a.jsonl", "--output-dir", "o"], "--data names a.jsonl, which is no file"),
+        (["bench", "--top-k", "-1"], "--top-k is -1, it must be 0 or more"),
+        (["eval", "--top-p", "0"], "--top-p is 0.0, it must lie between 0 and 1"),
         (["train", "--data", "a", "--output-dir", "o", "--position-decay", "0"], "--position-decay is 0.0, it must"),
         (
             ["train", "--data", "a", "--output-dir", "o", "--drafter", "d", "--block-size", "4"],

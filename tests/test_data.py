@@ -128,6 +128,7 @@ class TestSources:
             ({"prompt": 5}, "a prompt is int, expected text"),
             ({"prompt": " "}, "the prompt is empty"),
             ({"turns": []}, "list index out of range"),
+            ({"turns": "Hello"}, "`turns` is str, expected a list of texts"),
             ({"text": 5}, "`text` is int, expected text"),
             ({"messages": "Hello"}, "`messages` is no list of messages"),
             ({"messages": [{"role": "user"}]}, "message 0 of `messages` lacks `role` or `content`"),
@@ -199,8 +200,44 @@ class TestSources:
         chat = [{"role": "user", "content": "C"}, {"role": "assistant", "content": "D"}]
         rows = ({"turns": ["A", "B"], "index": 1}, {"messages": chat, "index": 1}, {"text": "E"})
         assert read_excluded([write_lines(tmp_path / "held_out.jsonl", *rows)]) == ["A", "B", "C", "E"]
+
+    @pytest.mark.parametrize(
+        "row",
+        [
+            {"id": 5},
+            {"turns": "Hello"},
+            {"turns": 5},
+            {"messages": "Hello"},
+            {"messages": ["Hello"]},
+            {"messages": [{"role": "user"}]},
+        ],
+    )
+    def test_what_cannot_be_excluded_is_named(self, row, tmp_path):
         with pytest.raises(BadRow, match="line 1: expected text"):
-            read_excluded([write_lines(tmp_path / "bad.jsonl", {"id": 5})])
+            read_excluded([write_lines(tmp_path / "bad.jsonl", row)])
+
+    def test_a_file_that_excludes_nothing_is_a_mistake(self, tmp_path):
+        with pytest.raises(ValueError, match=r"empty.jsonl holds no prompt to exclude"):
+            read_excluded([write_lines(tmp_path / "empty.jsonl")])
+
+    def test_an_empty_response_is_none(self, tmp_path):
+        (source,) = sources({"prompt": "Hello", "response": ""}, tmp_path=tmp_path)
+        assert not source.is_given
+
+    def test_empty_lines_and_a_mark_before_the_first_are_passed_over(self, tmp_path):
+        path = tmp_path / "marked.jsonl"
+        path.write_bytes(b'\xef\xbb\xbf{"prompt": "A"}\n\n{"prompt": "B"}\n \n')
+        found = read_sources([str(path)], split="", num_prompts=None, keep_responses=True, on_bad_row=print)
+        assert [source.key for source in found] == [("marked", 1), ("marked", 3)]
+        assert [(prompt.prompt, prompt.index) for prompt in read_prompts(path)] == [("A", 1), ("B", 3)]
+
+    def test_a_file_that_is_cut_off_or_in_another_encoding(self, tmp_path):
+        whole = gzip.compress(b"".join(b'{"prompt": "%d"}\n' % i for i in range(9000)))
+        (tmp_path / "cut.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+        (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "A"}\n{"prompt": "\xe4"}\n')
+        for name, message in (("cut.jsonl.gz", "in the midst of compressed data"), ("latin.jsonl", "not UTF-8")):
+            with pytest.raises(ValueError, match=message):
+                read_prompts(tmp_path / name)
 
 
 class TestEncoding:
@@ -246,6 +283,14 @@ class TestEncoding:
         with pytest.raises(BadRow, match=problem):
             encoder().prompt_ids(source)
             encoder().given_response_ids(source)
+
+    def test_an_answer_in_text_ends_as_the_template_ends_it(self):
+        template = TEMPLATE.replace("}}~", "}}{{ '$' if m['role'] == 'assistant' else '~' }}")
+        row = {"prompt": "Hello", "response": "Yes"}
+        for ends, last in ([END, ord("$")], "$"), ([END], "~"):
+            its = Encoder(chat_tokenizer(template), vocab_size=128, stop_ids=frozenset(ends))
+            ids = its.given_response_ids(source_of(row, "here", "some", 1))
+            assert bytes(ids).decode() == f"Yes{last}"
 
     def test_given_rows(self):
         def given(**row):
@@ -413,7 +458,8 @@ class TestCommand:
     def test_what_rows_share_stands_beside_them(self, target, questions, tmp_path):
         run(settings(target, tmp_path, prompts=[questions], num_prompts=1))
         shared = json.loads((tmp_path / "rows.provenance.json").read_text())
-        assert shared["target"] == target
+        # The name of the folder, which is nobody's but this machine's.
+        assert shared["target"] == Path(target).name
         assert (shared["dtype"], shared["decoding"], shared["max_new_tokens"]) == ("float32", "greedy", 12)
         assert shared["stop_ids"] == STOPS
         assert [*shared["environments"][0]][:3] == ["dspark_hf", "transformers", "torch"]
@@ -448,6 +494,42 @@ class TestCommand:
             run(settings(target, tmp_path, prompts=[questions], **changed))
         assert (tmp_path / "rows.jsonl").read_bytes() == before
 
+    def test_without_a_row_nothing_has_to_be_repeated(self, target, questions, tmp_path, monkeypatch):
+        def interrupted(*args):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(running, "answer", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                run(settings(target, tmp_path, prompts=[questions]))
+        rows, _ = run(settings(target, tmp_path, prompts=[questions], max_new_tokens=13))
+        assert len(rows) == 10
+        assert json.loads((tmp_path / "rows.provenance.json").read_text())["max_new_tokens"] == 13
+
+    def test_a_chat_that_holds_an_excluded_prompt_is_left_out(self, target, tmp_path):
+        chat = [{"role": r, "content": c} for r, c in (("user", "Held out"), ("assistant", "b"), ("user", "Go on"))]
+        rows = write_lines(tmp_path / "chats.jsonl", {"messages": chat}, {"prompt": "Say one"})
+        held_out = write_lines(tmp_path / "held_out.jsonl", {"prompt": "Held out"})
+        made, _ = run(settings(target, tmp_path, prompts=[rows]))
+        assert len(made) == 2
+        with pytest.raises(ValueError, match="its prompt is excluded"):
+            run(settings(target, tmp_path, prompts=[rows], exclude=[held_out]))
+        (tmp_path / "rows.jsonl").unlink()
+        made, said = run(settings(target, tmp_path, prompts=[rows], exclude=[held_out]))
+        assert [row["prompt"] for row in made] == ["Say one"]
+        assert "left out 1 excluded prompts" in said
+
+    @pytest.mark.parametrize("implementation", ["static", "dynamic"])
+    def test_a_target_that_asks_for_a_cache_of_its_own(self, target, questions, tmp_path, implementation):
+        folder = tmp_path / "cached"
+        model = AutoModelForCausalLM.from_pretrained(target)
+        model.generation_config.cache_implementation = implementation
+        model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(target).save_pretrained(folder)
+        plain, _ = run(settings(target, tmp_path, prompts=[questions]))
+        (tmp_path / "rows.jsonl").unlink()
+        assert run(settings(str(folder), tmp_path, prompts=[questions]))[0] == plain
+
     def test_nor_do_rows_of_two_targets(self, target, questions, tmp_path):
         run(settings(target, tmp_path, prompts=[questions], num_prompts=1))
         model = AutoModelForCausalLM.from_pretrained(target)
@@ -457,7 +539,7 @@ class TestCommand:
         model.save_pretrained(other)
         chat_tokenizer().save_pretrained(other)
         path = provenance_file(tmp_path / "rows.jsonl")
-        path.write_text(path.read_text().replace(target, str(other)))  # the name alone would not tell
+        path.write_text(path.read_text().replace(Path(target).name, "other"))  # the name alone would not tell
         with pytest.raises(ValueError, match="another weights"):
             run(settings(str(other), tmp_path, prompts=[questions]))
 
@@ -613,6 +695,17 @@ class TestSelfPrompts:
             "Where do swallows sleep?",
             "What now, captain?",
         ]
+
+    def test_an_interrupted_run_does_not_draw_the_same_prompts_again(self, target, tmp_path, monkeypatch):
+        seeds = []
+        monkeypatch.setattr(torch, "manual_seed", lambda seed: seeds.append(seed))
+        self.texts(monkeypatch, "Tell me about old ships~")
+        for _ in range(2):
+            with pytest.raises(ValueError, match="nothing new"):
+                run(settings(target, tmp_path, self_prompts=3))
+            self.texts(monkeypatch, "Where do swallows sleep?~")
+        drawn = seeds[1::2]
+        assert len(set(drawn)) == 2
 
     def test_a_target_with_nothing_more_to_ask(self, target, tmp_path, monkeypatch):
         self.texts(monkeypatch, "Tell me about old ships~")

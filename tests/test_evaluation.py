@@ -9,6 +9,7 @@ import kit
 import pytest
 from rich.console import Console
 from test_benchmark import pair  # noqa: F401  (a fixture)
+from transformers import GenerationMixin
 
 from dspark_hf import DSparkDrafter
 from dspark_hf.benchmark.measuring import CaseMeasurer
@@ -17,6 +18,7 @@ from dspark_hf.evaluation import EvaluationSettings, run_evaluation
 from dspark_hf.evaluation.counting import AuditNumbers, count_drafts, count_speed, count_texts
 from dspark_hf.evaluation.measuring import FULL
 from dspark_hf.evaluation.prompts import read_datasets
+from dspark_hf.evaluation.running import _names
 from dspark_hf.prompt_files import evenly_spread
 from dspark_hf.trace import Round
 
@@ -183,6 +185,36 @@ class TestRun:
         again, _ = run(EvaluationSettings(**options, drafter=drafters[:1], temperature=1.0, seed=3))
         first, second = (each["drafters"]["headed"]["all"]["drafts"] for each in (report, again))
         assert first == second
+
+
+@pytest.mark.parametrize(
+    ("given", "drawn", "said"),
+    [
+        ({}, {"top_k": 50}, "temperature 0.7, top_k and top_p as `generate` has it"),
+        ({"top_k": 0, "top_p": 1.0}, {"top_k": 0, "top_p": 1.0}, "temperature 0.7, top_k 0, top_p 1"),
+    ],
+)
+def test_what_is_sampled_from_is_said_and_done(given, drawn, said, options, drafters, monkeypatch):
+    seen = []
+    real = GenerationMixin._get_logits_processor
+
+    def spy(self, generation_config, *args, **kwargs):
+        seen.append({name: getattr(generation_config, name) for name in drawn})
+        return real(self, generation_config, *args, **kwargs)
+
+    monkeypatch.setattr(GenerationMixin, "_get_logits_processor", spy)
+    _, text = run(EvaluationSettings(**options, drafter=drafters[:1], temperature=0.7, **given))
+    assert said in text
+    assert seen
+    assert all(each == drawn for each in seen)
+
+
+def test_drafters_of_one_name_are_told_apart_by_as_few_folders_as_that_takes(tmp_path):
+    folders = [tmp_path / name / "step" / "bfloat16" for name in ("a", "b")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    assert _names([*map(str, folders)]) == ["a/step/bfloat16", "b/step/bfloat16"]
+    assert _names([str(folders[0]), "hub/bfloat16"]) == ["bfloat16", "hub/bfloat16"]
 
 
 def tables_of(markdown: str) -> dict[str, list[dict[str, str]]]:

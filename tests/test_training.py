@@ -1,5 +1,6 @@
 """Training: a step's logits are those of inference, nothing leaks, the objective is the paper's, runs resume."""
 
+import copy
 import gzip
 import json
 import os
@@ -9,14 +10,16 @@ import sys
 import time
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from kit import FAMILIES, VOCAB, assert_lossless, hooks_of, inputs, new_drafter, target
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, FalconConfig, MptConfig, OPTConfig, TrainerCallback
 
 from dspark_hf import DSparkCandidateGenerator, DSparkDrafter
 from dspark_hf.borrowing import head_of
+from dspark_hf.calibration import Calibration
 from dspark_hf.figures import plot_training
 from dspark_hf.training import objective
 from dspark_hf.training.arguments import DSparkTrainingArguments
@@ -25,7 +28,7 @@ from dspark_hf.training.new_drafter import choose_draft_vocabulary, choose_mask_
 from dspark_hf.training.new_drafter import new_drafter as new_drafter_for
 from dspark_hf.training.objective import ObjectiveWeights
 from dspark_hf.training.responses import Response, ResponseDataset, collate, read_responses, split_held_out
-from dspark_hf.training.run import TrainSettings, run_training
+from dspark_hf.training.run import TrainSettings, run_training, table_of
 from dspark_hf.training.step import TrainingStep
 from dspark_hf.training.target_features import CachedFeatures, OnlineFeatures, TargetHead
 from dspark_hf.training.trainer import DSparkTrainer
@@ -453,6 +456,39 @@ def test_a_cache_of_features_changes_nothing_but_rounding(tmp_path):
     assert losses[2] == losses[1]
 
 
+@pytest.mark.parametrize("cached", [False, True])
+def test_rows_of_the_head_behind_the_vocabulary_belong_to_no_id(cached, tmp_path):
+    def losses(folder: str, padding: int) -> list[float]:
+        model = copy.deepcopy(target())
+        head = torch.nn.Linear(model.config.hidden_size, VOCAB + padding, bias=False)
+        with torch.no_grad():
+            head.weight[:VOCAB] = model.get_output_embeddings().weight
+            head.weight[VOCAB:] = 1.0
+        model.set_output_embeddings(head)
+        settings = {"feature_cache": "memory"} if cached else {}
+        trainer = DSparkTrainer(
+            new_drafter(), model, arguments(tmp_path / folder, max_steps=2, **settings), responses()
+        )
+        trainer.train()
+        trainer.close()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    assert losses("padded", 7) == pytest.approx(losses("plain", 0), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["opt", "falcon", "mpt"])
+def test_targets_that_name_their_sizes_otherwise(name):
+    common = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = {
+        "opt": OPTConfig(**common, ffn_dim=48, word_embed_proj_dim=32),
+        "falcon": FalconConfig(**common),
+        "mpt": MptConfig(vocab_size=60, d_model=32, n_layers=3, n_heads=4),
+    }[name]
+    drafter = new_drafter_for(AutoModelForCausalLM.from_config(config), mask_token_id=1, markov_rank=4, block_size=4)
+    assert drafter.config.intermediate_size == (48 if name == "opt" else 128)
+    assert drafter.config.hidden_size == 32
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -625,9 +661,9 @@ def test_rows_are_read_and_held_out(tmp_path):
     with gzip.open(path, "wt") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
     found = read_responses(path, VOCAB)
-    assert found[-1] == Response([1], [2, 3], "rows", 4)
+    assert found[-1] == Response([1], [2, 3], "rows", 5)
     train_rows, held_out = split_held_out(found)
-    assert [(row.dataset, row.index) for row in train_rows] == [("gsm8k", 19), ("gsm8k", 21), ("rows", 4)]
+    assert [(row.dataset, row.index) for row in train_rows] == [("gsm8k", 19), ("gsm8k", 21), ("rows", 5)]
     assert [(row.dataset, row.index) for row in held_out] == [("mt-bench", 1), ("gsm8k", 20)]
     with pytest.raises(ValueError, match="All 5 rows are held out"):
         split_held_out(found, every=1)
@@ -658,12 +694,65 @@ def test_a_checkpoint_of_another_drafter_is_refused(tmp_path):
         train(tmp_path, new_drafter(markov_rank=8), resume=True)
 
 
-@pytest.mark.parametrize("algorithm", ["dspark", "dflash"])
-def test_the_command_from_files_to_a_drafter(algorithm, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"mask_token_id": 95}, "`mask_token_id` is 96 there and 95 here"),
+        ({"target_layer_ids": [0, 1]}, r"`target_layer_ids` is \[1, 2\] there and \[0, 1\] here"),
+        ({"block_size": 5}, "`block_size` is 4 there and 5 here"),
+        ({}, "proposes other ids than the drafter that is trained"),
+    ],
+)
+def test_a_checkpoint_whose_weights_mean_something_else_is_refused(changed, message, tmp_path):
+    fields = {"mask_token_id": 96, "target_layer_ids": [1, 2], "block_size": 4}
+
+    def made(first_id: int, **changed) -> DSparkDrafter:
+        return with_draft_vocabulary(
+            new_drafter(**{**fields, **changed}), target(), torch.arange(first_id, first_id + 40)
+        )
+
+    train(tmp_path, made(0), save_strategy="steps", save_steps=2, max_steps=2)
+    with pytest.raises(ValueError, match=message):
+        train(tmp_path, made(0 if changed else 1, **changed), resume=True)
+
+
+def test_a_calibration_does_not_outlive_the_weights_it_was_made_with(tmp_path):
+    trainer = train(tmp_path, max_steps=1)
+    drafter = trainer.drafter
+    count = drafter.config.num_draft_tokens
+    drafter.calibration = Calibration([2.0] * count)
+    trainer.save_model()
+    assert DSparkDrafter.from_pretrained(tmp_path).calibration is not None
+    again = train(tmp_path, DSparkDrafter.from_pretrained(tmp_path, dtype=torch.float32), max_steps=1)
+    again.save_model()
+    assert DSparkDrafter.from_pretrained(tmp_path).calibration is None
+
+
+class Slow(TrainerCallback):
+    """The first evaluation, or checkpoint, takes two thirds of the time of the run."""
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        time.sleep(args.max_seconds * 2 / 3 if state.global_step == 5 else 0.0)
+
+    on_save = on_evaluate
+
+
+@pytest.mark.parametrize("pause", [{"eval_strategy": "steps"}, {"save_strategy": "steps"}])
+def test_what_comes_between_two_steps_does_not_end_a_run_by_the_clock(pause, tmp_path):
+    limit = 6.0
+    settings = {"max_steps": -1, "max_seconds": limit, "eval_steps": 5, "save_steps": 5, **pause}
+    trainer = train(tmp_path, eval_rows=responses()[:2], callbacks=[Slow()], **settings)
+    assert trainer._clock.elapsed > 0.9 * limit
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert rates[-1] < 0.1 * max(rates)
+
+
+def command_settings(tmp_path, algorithm="dspark") -> dict:
+    """Of a short run, with everything that it reads in a folder."""
     target().save_pretrained(tmp_path / "target")
     rows = [{"prompt_ids": r.prompt_ids, "response_ids": r.response_ids, "index": r.index} for r in responses()]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = {
+    return {
         "output_dir": str(tmp_path / "drafter"),
         "target": str(tmp_path / "target"),
         "target_dtype": "float32",
@@ -681,9 +770,69 @@ def test_the_command_from_files_to_a_drafter(algorithm, tmp_path, capsys):
         "feature_cache": "memory",
         "save_strategy": "steps",
         "save_steps": 2,
-        "plot": str(tmp_path / "curve.png"),
     }
+
+
+def test_a_checkpoint_that_was_not_written_to_its_end_is_passed_over(tmp_path):
+    settings = command_settings(tmp_path)
+    run_training(TrainSettings(**settings), report=[].append)
+    lines: list[str] = []
+    (tmp_path / "drafter" / "checkpoint-4" / "trainer_state.json").unlink()
+    run_training(TrainSettings(**settings), report=lines.append)
+    assert f"{tmp_path}/drafter/checkpoint-4 is incomplete: the run was interrupted while it was written." in lines
+    assert f"Going on from {tmp_path}/drafter/checkpoint-2." in lines
+
+
+def test_rows_that_processes_see_twice_count_once(tmp_path):
+    trainer = train(tmp_path, max_steps=1)
+    trainer.accelerator = SimpleNamespace(num_processes=2, process_index=1, gather=lambda ids: gathered)
+    batch = {"row_ids": torch.tensor([3, 0]), "anchors": torch.tensor([[1, 2], [3, 4]])}
+    gathered = torch.tensor([0, 1, 3, 0])
+    assert trainer._without_repeats(batch)["anchors"].tolist() == [[1, 2], [-1, -1]]
+    # In a later batch, all of those were there.
+    gathered = torch.tensor([5, 6, 7, 3])
+    batch["row_ids"] = torch.tensor([7, 3])
+    assert trainer._without_repeats(batch)["anchors"].tolist() == [[1, 2], [-1, -1]]
+
+
+def test_a_table_says_nothing_of_what_there_is_not():
+    metrics = {f"eval_whole_acceptance_{k}": 0.5 for k in (1, 2)} | {
+        "eval_whole_tau": 1.5,
+        "eval_whole_greedy_tau": 1.6,
+    }
+    metrics |= {f"eval_short_acceptance_{k}": 0.25 for k in (1, 2)} | {"eval_short_confidence_error": 0.1}
+    cells = [[*column.cells] for column in table_of(metrics, 2).columns]
+    assert [*zip(*cells, strict=True)] == [
+        ("whole", "1.50", "1.60", "50.0%", "50.0%", ""),
+        ("short", "", "", "25.0%", "25.0%", "10.0%"),
+    ]
+
+
+def test_one_gpu_of_several_is_used(tmp_path, caplog):
+    args = arguments(tmp_path)
+    args._n_gpu = 2
+    trainer = DSparkTrainer(new_drafter(), target(), args, responses())
+    trainer.close()
+    assert args.n_gpu == 1
+    assert trainer.model is trainer.model_wrapped
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"gradient_checkpointing": True}, "--gradient-checkpointing is not supported"),
+        ({"push_to_hub": True}, "publish the drafter with `dspark-hf push`"),
+    ],
+)
+def test_what_a_drafter_has_no_use_for_is_refused(option, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        arguments(tmp_path, **option)
+
+
+@pytest.mark.parametrize("algorithm", ["dspark", "dflash"])
+def test_the_command_from_files_to_a_drafter(algorithm, tmp_path, capsys):
     pytest.importorskip("matplotlib")
+    settings = command_settings(tmp_path, algorithm) | {"plot": str(tmp_path / "curve.png")}
     lines = []
     trainer = run_training(TrainSettings(**settings), report=lines.append)
     assert lines[0].startswith("19 rows to train on")

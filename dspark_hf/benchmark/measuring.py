@@ -233,6 +233,8 @@ class CaseMeasurer:
         options: dict[str, Any] = dict(GREEDY)
         if settings.do_sample:
             options = {"do_sample": True, "temperature": settings.temperature, "num_beams": 1}
+            given = {"top_k": settings.top_k, "top_p": settings.top_p}
+            options |= {name: value for name, value in given.items() if value is not None}
             torch.manual_seed(settings.seed if seed is None else seed)
         options["max_new_tokens"] = settings.max_new_tokens if max_new_tokens is None else max_new_tokens
         target: Any = self.models.target

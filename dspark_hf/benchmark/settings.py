@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..comparison import PairSettings, check_folders, check_positive
+from ..comparison import PairSettings, check_folders, check_positive, check_warpers
 from ..reports import json_field
 from .methods import METHODS, find_method
 from .random_models import SHAPES
@@ -45,6 +45,12 @@ class BenchmarkSettings(PairSettings):
     )
     do_sample: bool = field(default=False, metadata={"help": "sample; texts are then not compared"})
     temperature: float = field(default=1.0, metadata={"help": "of sampling"})
+    top_k: int | None = field(
+        default=None, metadata={"help": "of sampling; 0: all tokens; default: what `generate` takes for this target"}
+    )
+    top_p: float | None = field(
+        default=None, metadata={"help": "of sampling; 1: all tokens; default: what `generate` takes for this target"}
+    )
     seed: int = field(default=0, metadata={"help": "of sampling, of random weights and of simulated acceptance"})
     simulate_acceptance: float | None = field(
         default=None,
@@ -103,6 +109,7 @@ class BenchmarkSettings(PairSettings):
             raise ValueError(f"--simulate-acceptance is {self.simulate_acceptance}, it must lie between 0 and 1")
         if self.temperature <= 0.0:
             raise ValueError(f"--temperature is {self.temperature}, it must be above 0")
+        check_warpers(self)
 
     def _check_methods(self) -> None:
         for name in self.methods or ():

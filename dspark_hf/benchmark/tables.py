@@ -8,6 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from ..comparison import sampling_words
 from .measuring import CaseResult
 from .settings import BenchmarkSettings
 from .summary import growth_against_context
@@ -85,7 +86,7 @@ def _cost_table(summary: Summary, settings: BenchmarkSettings) -> Group:
 
 def _titled(what: str, settings: BenchmarkSettings, table: Table, note: str) -> Group:
     """A table with the conditions under which its numbers hold."""
-    how = f"sampling at {settings.temperature:g}" if settings.do_sample else "greedy"
+    how = f"sampling, {sampling_words(settings)}" if settings.do_sample else "greedy"
     parts = [settings.dtype, how, f"batch {settings.batch_size}", f"{settings.max_new_tokens} new tokens"]
     if settings.simulate_acceptance is not None:
         parts.append(f"SIMULATED acceptance {settings.simulate_acceptance:g}")

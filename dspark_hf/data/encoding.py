@@ -1,6 +1,7 @@
 """From chats and documents to token ids, and where a chat template puts the words of a user."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -65,8 +66,8 @@ class Encoder:
         """
         if source.response_ids is None:
             ids = self.tokenizer(source.response, add_special_tokens=False)["input_ids"]
-            eos = self.tokenizer.eos_token_id
-            return ids if eos is None else [*ids, eos]
+            end = self._end_of_answer if source.messages is not None else self.tokenizer.eos_token_id
+            return ids if end is None else [*ids, end]
         self._check_range(source, "response_ids", source.response_ids)
         texts = (self.text_of(source.response_ids), self.tokenizer.decode(source.response_ids))
         if source.response is not None and source.response not in texts:
@@ -102,6 +103,17 @@ class Encoder:
         if not stop_ids:
             raise ValueError(f"The chat template shows no token that ends a user's message. {remedy}")
         return header, stop_ids
+
+    @cached_property
+    def _end_of_answer(self) -> int | None:
+        """What ends an assistant's message: the template's mark, which may be another one than the EOS token."""
+        if self.tokenizer.chat_template is not None:
+            chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _STAND_IN}]
+            behind = self._template(chat, tokenize=False).rpartition(_STAND_IN)[2]
+            ends = self.tokenizer(behind.strip(), add_special_tokens=False)["input_ids"][:1]
+            if ends and ends[0] in self.stop_ids:
+                return ends[0]
+        return self.tokenizer.eos_token_id
 
     def is_special(self, token: int) -> bool:
         """Whether a token is a mark rather than text."""

@@ -77,8 +77,11 @@ def record_provenance(output: Path, provenance: dict[str, Any], environment: dic
         ValueError: there are rows that were made in another way, or that nobody knows how they were made.
     """
     path = provenance_file(output)
-    there: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    if not there and output.exists() and output.stat().st_size:
+    has_rows = output.exists() and output.stat().st_size > 0
+    has_any = has_rows or (self_prompts_file(output).exists() and self_prompts_file(output).stat().st_size > 0)
+    # Of a run that was interrupted before its first row, nothing has to be repeated.
+    there: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() and has_any else {}
+    if not there and has_rows:
         raise ValueError(f"{output} exists, but no {path.name} that says how it was made: choose another --output")
     here = json.loads(json.dumps(provenance))
     for name, value in here.items():
@@ -90,7 +93,7 @@ def record_provenance(output: Path, provenance: dict[str, Any], environment: dic
     environments = there.get("environments", [])
     if environment not in environments:
         environments.append(environment)
-    _write(path, {**there, **here, "environments": environments})
+    write_whole(path, {**there, **here, "environments": environments})
 
 
 def provenance_file(output: Path) -> Path:
@@ -98,8 +101,13 @@ def provenance_file(output: Path) -> Path:
     return output.with_name(f"{output.stem}.provenance.json")
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
-    # A rename at the end: a file that is there is complete.
+def self_prompts_file(output: Path) -> Path:
+    """`NAME.self-prompts.jsonl` beside `NAME.jsonl`: the target's own prompts."""
+    return output.with_name(f"{output.stem}.self-prompts.jsonl")
+
+
+def write_whole(path: Path, content: dict[str, Any]) -> None:
+    """Writes a JSON file, by a rename at the end: one that is there is complete."""
     staged = path.with_name(f"{path.name}.tmp")
     staged.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     os.replace(staged, path)

@@ -18,7 +18,7 @@ from ..packed_weights import pack_weights
 from .answering import Decoding, answer
 from .encoding import Encoder
 from .progress import Progress
-from .rows import LineFile, fingerprint, record_provenance
+from .rows import LineFile, fingerprint, record_provenance, self_prompts_file
 from .self_prompts import Writer
 from .settings import DataSettings
 from .sieve import words_of
@@ -45,6 +45,8 @@ def run_data(settings: DataSettings, console: Console | None = None) -> Path:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     target, tokenizer = load_target(settings, run.report)
+    # Calls go on from each other's cache, which has to be one that grows.
+    target.generation_config.cache_implementation = None
     pack_weights(target)
     encoder = Encoder.of(target, tokenizer, enable_thinking=settings.enable_thinking, text_tokens=settings.text_tokens)
     if settings.self_prompts:
@@ -56,7 +58,7 @@ def run_data(settings: DataSettings, console: Console | None = None) -> Path:
     torch.manual_seed(settings.seed + len(rows.rows))  # a run that goes on does not draw the same numbers again
     run.answer(target, encoder, encoded, rows)
     if settings.self_prompts:
-        own = run.write_self_prompts(target, encoder, sources)
+        own = run.write_self_prompts(target, encoder, sources, rows)
         run.answer(target, encoder, run.encode(own, encoder), rows)
     run.report(f"{len(rows.rows):,} rows in {settings.output_file}")
     return settings.output_file
@@ -95,7 +97,7 @@ class _Run:
             keep_responses=self.settings.keep_responses,
             on_bad_row=self.on_bad_row,
         )
-        taken = [source for source in sources if not self._is_excluded(source.prompt)]
+        taken = [source for source in sources if not self._is_excluded(source.asked)]
         if len(taken) < len(sources):
             self.report(f"left out {len(sources) - len(taken):,} excluded prompts")
         return taken
@@ -123,7 +125,8 @@ class _Run:
     def refuse_excluded(self, rows: LineFile) -> None:
         """Raises `ValueError` where an earlier run, without `--exclude`, answered what is excluded now."""
         for number, row in enumerate(rows.rows, 1):
-            if self._is_excluded(row["prompt"]):
+            asked = [message["content"] for message in row.get("messages", ()) if message["role"] == "user"]
+            if self._is_excluded([row["prompt"], *asked]):
                 raise ValueError(
                     f"{rows.path}, line {number}: its prompt is excluded. Take the line out, or choose another "
                     "--output."
@@ -152,10 +155,12 @@ class _Run:
                     rows.append([make_row(window[number], response_ids, encoder)])
                     progress.advance(1, len(response_ids))
 
-    def write_self_prompts(self, target: PreTrainedModel, encoder: Encoder, sources: list[Source]) -> list[Source]:
+    def write_self_prompts(
+        self, target: PreTrainedModel, encoder: Encoder, sources: list[Source], rows: LineFile
+    ) -> list[Source]:
         """The target's own prompts, out of a file of their own, which is filled up first."""
         settings = self.settings
-        path = settings.output_file.with_name(f"{settings.output_file.stem}.self-prompts.jsonl")
+        path = self_prompts_file(settings.output_file)
         file = LineFile(path)
         writer = Writer(
             target,
@@ -166,20 +171,22 @@ class _Run:
             read_openings(settings),
             settings.batch_size,
         )
+        # Here too: the rows did not grow while prompts were written.
+        torch.manual_seed(settings.seed + len(rows.rows) + len(file.rows))
         known = [*self.excluded, *(source.prompt for source in sources if source.messages is not None)]
         with Progress(self.console, "prompts", max(0, settings.self_prompts - len(file.rows))) as progress:
             sieve = writer.write(file, settings.self_prompts, known, progress)
         for reason, count in sieve.refused.most_common():
             self.report(f"refused {count:,} prompts of the target's own: {reason}")
-        rows = enumerate(file.rows[: settings.self_prompts], 1)
         own = [
             Source(row["dataset"], row["index"], f"{path}, line {n}", [{"role": "user", "content": row["prompt"]}])
-            for n, row in rows
+            for n, row in enumerate(file.rows[: settings.self_prompts], 1)
         ]
-        return [source for source in own if not self._is_excluded(source.prompt)]
+        return [source for source in own if not self._is_excluded(source.asked)]
 
-    def _is_excluded(self, text: str) -> bool:
-        return bool(self._excluded_words) and words_of(text) in self._excluded_words
+    def _is_excluded(self, texts: Iterable[str]) -> bool:
+        """Whether one of them has the words of a prompt that is never taken."""
+        return bool(self._excluded_words) and any(words_of(text) in self._excluded_words for text in texts)
 
 
 def make_row(source: Source, response_ids: list[int], encoder: Encoder) -> dict[str, Any]:

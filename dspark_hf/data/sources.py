@@ -57,6 +57,13 @@ class Source:
         return str(self.text if self.messages is None else self.messages[-1]["content"])
 
     @property
+    def asked(self) -> list[str]:
+        """Every message of the user, or the document."""
+        if self.messages is None:
+            return [str(self.text)]
+        return [str(message["content"]) for message in self.messages if message["role"] == "user"]
+
+    @property
     def is_given(self) -> bool:
         return self.response is not None or self.response_ids is not None
 
@@ -117,6 +124,8 @@ def _rows(name: str, split: str) -> Iterator[tuple[str, str, int, Any]]:
     path = Path(name)
     if path.is_file():
         for number, line in numbered_lines(path):
+            if not line.strip():
+                continue
             yield f"{path}, line {number}", file_stem(path), number, line
         return
     if path.suffix in (".jsonl", ".json", ".gz"):
@@ -161,7 +170,8 @@ def source_of(row: Any, where: str, dataset: str, number: int, keep_responses: b
         raise BadRow(where, f"`index` is {index!r}, expected a whole number")
     try:
         source = Source(str(fields.get("dataset", dataset)), index, where, **_ask(fields))
-        if keep_responses and ("response" in fields or "response_ids" in fields):
+        # An empty text is no answer.
+        if keep_responses and (fields.get("response", "") != "" or "response_ids" in fields):
             source = Source(
                 source.dataset,
                 index,
@@ -183,17 +193,23 @@ def read_excluded(paths: Iterable[str]) -> list[str]:
     """Every text of a user in files of JSON lines: all `turns`, all messages.
 
     Raises:
-        BadRow: a line cannot be read. None is skipped: a held-out prompt would be trained on.
+        ValueError: a line cannot be read, or there is none. None is skipped: a held-out prompt would be trained on.
     """
     texts: list[str] = []
     for path in paths:
+        before = len(texts)
         for where, _, _, row in _rows(path, split=""):
             fields = _fields(row, where)
-            chat = [m["content"] for m in fields.get("messages", ()) if m.get("role") == "user"]
-            found = [*chat, *fields.get("turns", ()), *(fields[name] for name in ("prompt", "text") if name in fields)]
+            chat, turns = fields.get("messages", []), fields.get("turns", [])
+            if not isinstance(turns, list) or not isinstance(chat, list) or not all(isinstance(m, dict) for m in chat):
+                raise BadRow(where, _lacking(fields))
+            found = [m.get("content") for m in chat if m.get("role") == "user"]
+            found += [*turns, *(fields[name] for name in ("prompt", "text") if name in fields)]
             if not found or not all(isinstance(text, str) for text in found):
                 raise BadRow(where, _lacking(fields))
             texts += found
+        if len(texts) == before:
+            raise ValueError(f"{path} holds no prompt to exclude")
     return texts
 
 

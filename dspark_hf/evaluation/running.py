@@ -140,20 +140,24 @@ def _load(settings: EvaluationSettings, say: Any) -> tuple[Models, dict[str, DSp
         next(iter(drafters.values())),
         tokenizer,
         assistant=None,
-        target_name=_short(target_name(target, settings)),
+        target_name=target_name(target, settings),
         drafter_name=", ".join(names),
     )
     return models, drafters
 
 
 def _names(sources: list[str]) -> list[str]:
-    """What results call the drafters: of folders the last part, where that tells them apart."""
-    short = [_short(source) for source in sources]
-    return short if len(set(short)) == len(short) else sources
+    """What results call the drafters: of folders as many of their last parts as tell them apart."""
+    depth = 1
+    while True:
+        short = [_short(source, depth) for source in sources]
+        if len(set(short)) == len(short) or depth > max(len(Path(source).resolve().parts) for source in sources):
+            return short
+        depth += 1
 
 
-def _short(source: str) -> str:
-    return Path(source).resolve().name if Path(source).is_dir() else source
+def _short(source: str, depth: int = 1) -> str:
+    return "/".join(Path(source).resolve().parts[-depth:]) if Path(source).is_dir() else source
 
 
 def _public(settings: EvaluationSettings) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..benchmark.methods import find_method
 from ..benchmark.settings import BenchmarkSettings
-from ..comparison import PairSettings, TargetSettings, check_folders, check_positive
+from ..comparison import PairSettings, TargetSettings, check_folders, check_positive, check_warpers
 from ..policies import SCHEDULES
 from ..reports import json_field
 
@@ -36,6 +36,12 @@ class EvaluationSettings(TargetSettings):
         metadata={"help": f"schedules whose speed is measured, any of {', '.join(SCHEDULES)}, with :N or :0.N"},
     )
     temperature: float = field(default=0.0, metadata={"help": "0: greedy; above: sample, and compare no text"})
+    top_k: int | None = field(
+        default=None, metadata={"help": "of sampling; 0: all tokens; default: what `generate` takes for this target"}
+    )
+    top_p: float | None = field(
+        default=None, metadata={"help": "of sampling; 1: all tokens; default: what `generate` takes for this target"}
+    )
     seed: int = field(default=0, metadata={"help": "of sampling"})
     batch_size: int = field(default=1, metadata={"help": "prompts per call, of one dataset each time"})
     max_new_tokens: int = field(default=128, metadata={"help": "maximum number of new tokens per answer"})
@@ -80,6 +86,8 @@ class EvaluationSettings(TargetSettings):
             batch_size=self.batch_size,
             do_sample=self.temperature > 0,
             temperature=self.temperature or 1.0,
+            top_k=self.top_k,
+            top_p=self.top_p,
             seed=self.seed,
         )
 
@@ -87,6 +95,7 @@ class EvaluationSettings(TargetSettings):
         check_positive(self, "num_prompts", "held_out", "batch_size", "max_new_tokens", "threads")
         if not self.temperature >= 0.0:
             raise ValueError(f"--temperature is {self.temperature}, it must be 0 (greedy) or more")
+        check_warpers(self)
 
     def _check_files(self) -> None:
         for file in self.prompts or ():

@@ -9,6 +9,7 @@ from rich.console import Group
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from ..comparison import sampling_words
 from .measuring import Difference
 from .prompts import ALL
 from .settings import EvaluationSettings
@@ -61,7 +62,7 @@ def make_tables(report: Report) -> list[Table]:
 
 def conditions(settings: EvaluationSettings) -> str:
     """Under which the numbers hold."""
-    how = f"sampled at temperature {settings.temperature:g}" if settings.temperature else "greedy"
+    how = f"sampled, {sampling_words(settings)}" if settings.temperature else "greedy"
     parts = [settings.dtype, how, f"batch {settings.batch_size}", f"at most {settings.max_new_tokens} new tokens"]
     if settings.held_out is not None:
         parts.append(f"held-out prompts (index divisible by {settings.held_out})")

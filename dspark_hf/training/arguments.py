@@ -73,6 +73,13 @@ class DSparkTrainingArguments(TrainingArguments):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} is {value}, it must be positive")
+        if self.gradient_checkpointing:
+            raise ValueError(
+                "--gradient-checkpointing is not supported: a drafter has few layers. Where memory is short, lower "
+                "--num-anchors or --per-device-train-batch-size"
+            )
+        if self.push_to_hub:
+            raise ValueError("--push-to-hub is not supported here: publish the drafter with `dspark-hf push`")
         if self.dataloader_persistent_workers:
             raise ValueError("--dataloader-persistent-workers would draw the anchors of the first epoch in all others")
         if not torch.accelerator.is_available():

@@ -66,6 +66,7 @@ class ClockCallback(TrainerCallback, ExportableState):
 
     def __init__(self, clock: Clock):
         self._clock = clock
+        self._was_between_steps = False
 
     def state(self) -> dict:
         return {"args": {}, "attributes": {"elapsed": self._clock.elapsed, "draft_tokens": self._clock.draft_tokens}}
@@ -81,7 +82,16 @@ class ClockCallback(TrainerCallback, ExportableState):
         before, share = self._clock.share, self._clock.read()
         if args.world_size > 1:
             share = self._clock.share = float(broadcast(torch.tensor(share, device=args.device)))
-        self._clock.last_step = share - before
+        # An evaluation or a checkpoint in between is no part of a step, and the last step need not wait for one.
+        if not self._was_between_steps:
+            self._clock.last_step = share - before
+        self._was_between_steps = False
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._was_between_steps = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._was_between_steps = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # The next step would end more than half of itself too late.

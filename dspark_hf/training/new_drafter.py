@@ -94,7 +94,10 @@ def drafter_config(
     settings = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
+        # OPT and MPT name their sizes otherwise, Falcon and MPT have a fixed multiple here.
+        "intermediate_size": getattr(config, "intermediate_size", None)
+        or getattr(config, "ffn_dim", None)
+        or 4 * config.hidden_size,
         "num_hidden_layers": num_hidden_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
@@ -102,7 +105,7 @@ def drafter_config(
         "hidden_act": "silu",
         "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
         "rope_parameters": rope or {"rope_type": "default", "rope_theta": 10000.0},
-        "max_position_embeddings": config.max_position_embeddings,
+        "max_position_embeddings": getattr(config, "max_position_embeddings", None) or config.max_seq_len,
         "target_layer_ids": list(target_layer_ids or default_target_layer_ids(config.num_hidden_layers)),
         "num_target_layers": config.num_hidden_layers,
         "final_logit_softcapping": getattr(config, "final_logit_softcapping", None),

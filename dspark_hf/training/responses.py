@@ -38,7 +38,7 @@ def read_responses(path: str | Path, vocab_size: int | None = None) -> list[Resp
     """Reads a file of JSON lines (`.jsonl`, or `.jsonl.gz`) with `prompt_ids` and `response_ids`.
 
     Without `dataset` a row is of the set that is named after the file, without `index` it has the number of its line,
-    counted from 0.
+    counted from 1.
 
     Args:
         path: the file.
@@ -75,7 +75,7 @@ def _parse(line: str, path: Path, number: int, vocab_size: int | None) -> Respon
                 f"{where}: `{name}` holds {max(ids)}, but the target has {vocab_size} ids. The responses are of "
                 "another model."
             )
-    index = fields.get("index", number - 1)
+    index = fields.get("index", number)
     if type(index) is not int:
         raise ValueError(f"{where}: `index` is {index!r}, expected an integer.")
     return Response(fields["prompt_ids"], fields["response_ids"], str(fields.get("dataset", file_stem(path))), index)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..comparison import check_folders, id_list
 from ..demo_weights import TARGET_ID, fetch_demo_target
@@ -22,6 +22,9 @@ from .target_features import CachedFeatures
 
 if TYPE_CHECKING:
     from .trainer import DSparkTrainer
+
+# The last file of a checkpoint that transformers writes.
+_LAST_WRITTEN = "trainer_state.json"
 
 # Fields of a new drafter, by the setting that says them.
 _SHAPE: tuple[str, ...] = ("num_hidden_layers", "block_size", "markov_head_type", "markov_rank")
@@ -94,6 +97,9 @@ class TrainSettings(DSparkTrainingArguments):
             for name, value in _DFLASH_WEIGHTS.items():
                 setattr(self, name, value)
         super().__post_init__()
+        for file in self.data:
+            if not Path(file).is_file():
+                raise ValueError(f"--data names {file}, which is no file")
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -124,7 +130,7 @@ def run_training(settings: TrainSettings, report: Callable[[str], None] = print)
     trainer = DSparkTrainer(drafter, target, settings, train_rows, _by_dataset(held_out))
     _describe(trainer, held_out, report)
     try:
-        checkpoint = settings.resume_from_checkpoint or _last_checkpoint(settings)
+        checkpoint = settings.resume_from_checkpoint or _last_checkpoint(settings, report)
         if checkpoint:
             report(f"Going on from {checkpoint}.")
         trainer.train(resume_from_checkpoint=checkpoint)
@@ -157,15 +163,16 @@ def report_of(trainer: "DSparkTrainer") -> dict[str, Any]:
 def table_of(metrics: dict[str, float], num_draft_tokens: int) -> Table:
     """The evaluation of held-out rows, a line per dataset."""
     table = Table(title="Held-out rows: acceptance length and, at each draft position, the chance of acceptance")
-    names = [
-        name.removeprefix("eval_").removesuffix("_greedy_tau") for name in metrics if name.endswith("_greedy_tau")
-    ]
+    first = "_acceptance_1"
+    names = [name.removeprefix("eval_").removesuffix(first) for name in metrics if name.endswith(first)]
     for column in ("dataset", "τ sampled", "τ greedy", *map(str, range(1, num_draft_tokens + 1)), "confidence error"):
         table.add_column(column, justify="left" if column == "dataset" else "right")
     for name in names:
-        chances = [f"{metrics[f'eval_{name}_acceptance_{k}']:.1%}" for k in range(1, num_draft_tokens + 1)]
-        taus = [f"{metrics[f'eval_{name}_{kind}']:.2f}" for kind in ("tau", "greedy_tau")]
-        table.add_row(name, *taus, *chances, f"{metrics[f'eval_{name}_confidence_error']:.1%}")
+        chances = [f"acceptance_{k}" for k in range(1, num_draft_tokens + 1)]
+        kinds = {"tau": ".2f", "greedy_tau": ".2f", **dict.fromkeys(chances, ".1%"), "confidence_error": ".1%"}
+        # Rows without room for a whole block have no τ, drafters without confidences no error of theirs.
+        found = [(metrics.get(f"eval_{name}_{kind}"), form) for kind, form in kinds.items()]
+        table.add_row(name, *("" if value is None else format(value, form) for value, form in found))
     return table
 
 
@@ -173,8 +180,18 @@ def _say_nothing(line: str) -> None:
     pass
 
 
-def _last_checkpoint(settings: TrainSettings) -> str | None:
-    return get_last_checkpoint(settings.output_dir) if Path(str(settings.output_dir)).is_dir() else None
+def _last_checkpoint(settings: TrainSettings, report: Callable[[str], None]) -> str | None:
+    """The newest checkpoint that was written to its end."""
+    found = {
+        int(path.name.rpartition("-")[2]): path
+        for path in Path(str(settings.output_dir)).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+        if path.name.rpartition("-")[2].isdigit()
+    }
+    for step in sorted(found, reverse=True):
+        if (found[step] / _LAST_WRITTEN).is_file():
+            return str(found[step])
+        report(f"{found[step]} is incomplete: the run was interrupted while it was written.")
+    return None
 
 
 def _load_target(settings: TrainSettings, report: Callable[[str], None]) -> Any:

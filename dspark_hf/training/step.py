@@ -118,6 +118,8 @@ class TrainingStep(nn.Module):
         def target(part: slice) -> tuple[torch.Tensor, torch.Tensor]:
             if normalizer is not None:
                 logits = self._target_head.logits(states[part], self._draft_ids)
+                # Rows of the head behind the vocabulary belong to no id.
+                logits = logits[:, : self._target_head.vocab_size]
                 probs = (logits - normalizer[part, None]).exp()
             else:
                 logits = self._target_head.logits(states[part])

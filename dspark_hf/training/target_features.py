@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..data.rows import fingerprint
+from ..data.rows import fingerprint, write_whole
 from ..errors import UnsupportedGenerationError
 from ..target_taps import TargetTaps
 from .responses import ResponseDataset
@@ -249,7 +249,8 @@ def _claim(path: Path, identity: dict[str, Any]) -> None:
                 f"{path.parent} holds hidden states of another run: `{name}` is {found.get(name)} there and "
                 f"{identity[name]} here. Use another folder, or delete this one."
             )
-    path.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
+    else:
+        write_whole(path, identity)
 
 
 def _digest(datasets: Sequence[ResponseDataset]) -> str:

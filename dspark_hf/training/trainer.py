@@ -12,6 +12,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Sampler
 from transformers import ProgressCallback, Trainer
+from transformers.utils import logging
 
 from ..alignment import check_pair
 from ..modeling_dspark import DSparkDrafter
@@ -20,6 +21,12 @@ from .clock import CLOCK_STEPS, Clock, ClockCallback, ClockProgress, by_clock
 from .responses import LengthBucketSampler, Response, ResponseDataset, collate
 from .step import StepTotals, TrainingStep
 from .target_features import CachedFeatures, FeatureSource, OnlineFeatures, TargetHead
+
+logger = logging.get_logger(__name__)
+
+# Fields of a config that no shape of a weight shows, and that say what the weights are for.
+_MEANING: tuple[str, ...] = ("block_size", "sample_from_anchor", "target_layer_ids", "mask_token_id")
+_MEANING += ("markov_head_type", "confidence_head_with_markov", "layer_types", "sliding_window", "rope_parameters")
 
 
 class DSparkTrainer(Trainer):
@@ -78,6 +85,13 @@ class DSparkTrainer(Trainer):
                     datasets[name] = dataset
         elif eval_rows is not None:
             datasets = _dataset(eval_rows, args, len(train_dataset))
+        if args.n_gpu > 1:
+            # transformers would split each batch over them in one process, which knows tensors only.
+            logger.warning(
+                "One of %d GPUs is used. For all of them, start the training by `accelerate launch` or `torchrun`.",
+                args.n_gpu,
+            )
+            args._n_gpu = 1
         super().__init__(
             model=TrainingStep(drafter, target, args.objective),
             args=args,
@@ -94,6 +108,8 @@ class DSparkTrainer(Trainer):
             head = TargetHead(target, args.temperature)
             folder = None if args.feature_cache == "memory" else Path(args.feature_cache)
             self.features = CachedFeatures(self._online, head, [d for d in kept if d], folder)
+        self._has_confidence = drafter.confidence_head is not None and args.confidence_weight > 0
+        self._evaluated_rows: set[int] = set()
         self._train_totals: _Totals | None = None
         self._eval_totals: _Totals | None = None
         self._clock = Clock(args.max_seconds)
@@ -158,26 +174,43 @@ class DSparkTrainer(Trainer):
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor | None, None, None]:
+        prepared = self._without_repeats(self._prepare_inputs(inputs))
         with torch.no_grad(), self.compute_loss_context_manager():
-            loss = self.compute_loss(model, self._prepare_inputs(inputs))
+            loss = self.compute_loss(model, prepared)
         return loss.detach(), None, None
+
+    def _without_repeats(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Several processes are given batches of one size, the last ones filled up with rows that were there before:
+        those count once."""
+        accelerator = self.accelerator
+        if accelerator.num_processes == 1:
+            return batch
+        everywhere = accelerator.gather(batch["row_ids"]).tolist()
+        size = len(batch["row_ids"])
+        mine = range(accelerator.process_index * size, (accelerator.process_index + 1) * size)
+        is_repeated = [everywhere[i] in self._evaluated_rows or everywhere[i] in everywhere[:i] for i in mine]
+        self._evaluated_rows.update(everywhere)
+        repeated = torch.tensor(is_repeated, device=batch["anchors"].device)
+        return {**batch, "anchors": batch["anchors"].masked_fill(repeated[:, None], -1)}
 
     # The log
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and self._train_totals is not None:
             totals, self._train_totals = self._train_totals.gathered(self.accelerator), None
-            logs = {**logs, **totals.metrics(with_hits=False)}
+            logs = {**logs, **totals.metrics(with_hits=False, with_confidence=self._has_confidence)}
         seen = {"draft_tokens": self.draft_tokens, "seconds": round(self._clock.elapsed, 1)}
         super().log({**logs, **seen}, start_time)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         self._eval_totals = None
+        self._evaluated_rows.clear()
         output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)  # type: ignore[misc]
         if self._eval_totals is not None:
             totals = self._eval_totals.gathered(self.accelerator)
             metrics: Any = output.metrics
-            metrics.update({f"{metric_key_prefix}_{name}": value for name, value in totals.metrics().items()})
+            found = totals.metrics(with_confidence=self._has_confidence)
+            metrics.update({f"{metric_key_prefix}_{name}": value for name, value in found.items()})
             metrics[f"{metric_key_prefix}_loss"] = totals.mean_loss
             if self.args.eval_prompts > 0:
                 metrics[f"{metric_key_prefix}_generate_tau"] = self._generate_tau(dataloader.dataset)
@@ -220,7 +253,24 @@ class DSparkTrainer(Trainer):
                 f"{resume_from_checkpoint} holds another drafter than the one that is trained: {name} is "
                 f"{found.get(name)} there and {ours.get(name)} here. Use another `output_dir`, or delete it."
             )
+        self._refuse_other_meaning(resume_from_checkpoint, loaded)
         self.drafter.load_state_dict(loaded.state_dict())
+
+    def _refuse_other_meaning(self, checkpoint: str, loaded: DSparkDrafter) -> None:
+        """Weights of the same shapes can be those of other draft ids, taps or blocks: the step was made for ours."""
+        for name in _MEANING:
+            there, here = (getattr(drafter.config, name) for drafter in (loaded, self.drafter))
+            if there != here:
+                raise ValueError(
+                    f"{checkpoint} holds another drafter than the one that is trained: `{name}` is {there} there and "
+                    f"{here} here. Use another `output_dir`, or delete it."
+                )
+        if not torch.equal(loaded.proposed_ids.cpu(), self.drafter.proposed_ids.cpu()):
+            raise ValueError(
+                f"{checkpoint} proposes other ids than the drafter that is trained: the draft vocabulary is made of "
+                "the responses, and they have changed. To go on from it with new responses, name it as the drafter to "
+                "start from, and use another `output_dir`."
+            )
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(str(self.state.best_model_checkpoint))
@@ -289,7 +339,7 @@ class _Totals:
     def mean_loss(self) -> float:
         return float(self.loss / self.weight)
 
-    def metrics(self, with_hits: bool = True) -> dict[str, float]:
+    def metrics(self, with_hits: bool = True, with_confidence: bool = True) -> dict[str, float]:
         """Means, by name. `tau` is what sampling would accept along these texts, exactly; `greedy_tau` what taking the
         first choice would."""
         counts, cross_entropy, acceptance, _, error, bce = self.by_position
@@ -297,9 +347,9 @@ class _Totals:
         named = {
             "cross_entropy": cross_entropy.sum() / total,
             "distance": 2 * (1 - acceptance.sum() / total),
-            "confidence_bce": bce.sum() / total,
-            "confidence_error": error.sum() / total,
         }
+        if with_confidence:
+            named |= {"confidence_bce": bce.sum() / total, "confidence_error": error.sum() / total}
         for position, chance in enumerate(acceptance / counts.clamp(min=1), 1):
             named[f"acceptance_{position}"] = chance
         if self.tau[0] > 0:
