@@ -59,8 +59,8 @@ def sampling_words(settings: Any) -> str:
     """How tokens are drawn, for the head of a table."""
     given = {"top_k": settings.top_k, "top_p": settings.top_p}
     said = [f"{name} {value:g}" for name, value in given.items() if value is not None]
-    default = " and ".join(name for name, value in given.items() if value is None)
-    said += [f"{default} as `generate` has it"] if default else []
+    default = [name for name, value in given.items() if value is None]
+    said += [f"default {' and '.join(default)}"] if default else []
     return ", ".join([f"temperature {settings.temperature:g}", *said])
 
 

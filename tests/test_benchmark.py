@@ -217,7 +217,7 @@ class TestMethods:
         report, printed = run(settings)
         assert report["summary"]["one"]["dspark"]["num_identical"] is None
         assert report["prompts"][0]["measurements"]["dspark"]["verdicts"] == []
-        assert "sampling, temperature 1, top_k and top_p as `generate` has it" in printed
+        assert "sampling, temperature 1, default top_k and top_p" in printed
 
     def test_sampling_starts_each_turn_from_the_seed(self, pair, short_prompts):
         settings = BenchmarkSettings(max_new_tokens=12, do_sample=True, temperature=3.0, prompts=short_prompts, **pair)

@@ -190,7 +190,7 @@ class TestRun:
 @pytest.mark.parametrize(
     ("given", "drawn", "said"),
     [
-        ({}, {"top_k": 50}, "temperature 0.7, top_k and top_p as `generate` has it"),
+        ({}, {"top_k": 50}, "temperature 0.7, default top_k and top_p"),
         ({"top_k": 0, "top_p": 1.0}, {"top_k": 0, "top_p": 1.0}, "temperature 0.7, top_k 0, top_p 1"),
     ],
 )

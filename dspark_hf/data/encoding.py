@@ -109,7 +109,10 @@ class Encoder:
         """What ends an assistant's message: the template's mark, which may be another one than the EOS token."""
         if self.tokenizer.chat_template is not None:
             chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _STAND_IN}]
-            behind = self._template(chat, tokenize=False).rpartition(_STAND_IN)[2]
+            try:
+                behind = self._template(chat, tokenize=False).rpartition(_STAND_IN)[2]
+            except Exception:  # a template refuses by any error of its own
+                behind = ""
             ends = self.tokenizer(behind.strip(), add_special_tokens=False)["input_ids"][:1]
             if ends and ends[0] in self.stop_ids:
                 return ends[0]

@@ -108,7 +108,8 @@ def self_prompts_file(output: Path) -> Path:
 
 def write_whole(path: Path, content: dict[str, Any]) -> None:
     """Writes a JSON file, by a rename at the end: one that is there is complete."""
-    staged = path.with_name(f"{path.name}.tmp")
+    # Several processes may write it at once.
+    staged = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     staged.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     os.replace(staged, path)
 
