@@ -127,6 +127,10 @@ def test_every_command_has_help(command, capsys):
         (["train", "--data", "a"], "--output-dir is missing: the folder for the drafter"),
         (["train", "--data", "a", "--output-dir", "o", "--num-anchors", "0"], "--num-anchors is 0, it must be 1 or"),
         (["train", "--data", "a.jsonl", "--output-dir", "o"], "--data names a.jsonl, which is no file"),
+        (
+            ["train", "--data", "a", "--output-dir", "o", "--algorithm", "dflash", "--distance-weight", "0.5"],
+            "--distance-weight is 0.5, but --algorithm dflash means 0.0: leave one out",
+        ),
         (["bench", "--top-k", "-1"], "--top-k is -1, it must be 0 or more"),
         (["eval", "--top-p", "0"], "--top-p is 0.0, it must lie between 0 and 1"),
         (["train", "--data", "a", "--output-dir", "o", "--position-decay", "0"], "--position-decay is 0.0, it must"),

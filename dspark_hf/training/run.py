@@ -1,7 +1,7 @@
 """`dspark-hf train`: opens target and data, makes or opens the drafter, trains, saves."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -94,7 +94,13 @@ class TrainSettings(DSparkTrainingArguments):
                 f"--{given[0].replace('_', '-')} is of a new drafter, but --drafter names one to start from"
             )
         if self.algorithm == "dflash":
+            defaults = {each.name: each.default for each in fields(self)}
             for name, value in _DFLASH_WEIGHTS.items():
+                given = getattr(self, name)
+                if given not in (value, defaults[name]):
+                    raise ValueError(
+                        f"--{name.replace('_', '-')} is {given}, but --algorithm dflash means {value}: leave one out"
+                    )
                 setattr(self, name, value)
         super().__post_init__()
         for file in self.data:
