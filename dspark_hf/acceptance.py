@@ -37,12 +37,14 @@ class DraftOutcome:
         planned: draft tokens that were to be verified.
         accepted: those that stand.
         refused_chance: of the next one, where the plan itself ended the draft there because of this chance.
+        next_was_seen: as of a `RowOutcome`.
     """
 
     row: int
     planned: int
     accepted: int
     refused_chance: float | None = None
+    next_was_seen: bool = True
 
     def tried(self) -> list[tuple[int, float]]:
         """Positions that the draft says something about, with the acceptance there.
@@ -51,9 +53,8 @@ class DraftOutcome:
         that the plan ended early would have gone on with the known chance; without it, only the likely tokens would
         count.
         """
-        tried = [
-            (position, float(position < self.accepted)) for position in range(min(self.planned, self.accepted + 1))
-        ]
+        num_seen = self.accepted + self.next_was_seen
+        tried = [(position, float(position < self.accepted)) for position in range(min(self.planned, num_seen))]
         if self.refused_chance is not None and self.accepted == self.planned:
             tried.append((self.planned, self.refused_chance))
         return tried

@@ -162,7 +162,8 @@ class ConfidenceGate(Gate):
         """Tells the trust which of the tokens that were verified stood, of every row of the plan."""
         if self._trust is not None:
             for confidences, outcome in zip(self._confidences, outcomes, strict=True):
-                for position, confidence in enumerate(confidences[: min(outcome.proposed, 1 + outcome.accepted)]):
+                num_seen = outcome.accepted + outcome.next_was_seen
+                for position, confidence in enumerate(confidences[: min(outcome.proposed, num_seen)]):
                     self._trust.observe(confidence, position < outcome.accepted)
 
     def refused_chance(self, slot: int) -> float | None:

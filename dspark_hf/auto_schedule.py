@@ -443,7 +443,7 @@ class _Choice:
 def _draft_outcome(planned: int, outcome: RowOutcome, refused_chance: float | None) -> DraftOutcome:
     """What became of a draft; one that its gate ended was planned only so far."""
     length = planned if refused_chance is None else outcome.proposed
-    return DraftOutcome(outcome.row, length, outcome.accepted, refused_chance)
+    return DraftOutcome(outcome.row, length, outcome.accepted, refused_chance, outcome.next_was_seen)
 
 
 def _times(value: float, gains: list[float]) -> list[float]:

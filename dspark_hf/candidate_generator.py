@@ -13,6 +13,7 @@ from transformers.generation import CandidateGenerator
 
 from .borrowing import embedding_of, head_of
 from .draft_cache import DraftCache
+from .errors import UnsupportedGenerationError
 from .modeling_dspark import DSparkDrafter
 from .policies import resolve_draft_length
 from .processors import by_row, memoryless, rank_scores_only
@@ -224,6 +225,11 @@ class DSparkCandidateGenerator(CandidateGenerator):
         passes = self._taps.take()
         counts = [counts] * len(self.rows) if isinstance(counts, int) else counts
         if any(counts):
+            if not passes:
+                raise UnsupportedGenerationError(
+                    "The target made a pass without calling the hooks of its decoder layers, as a forward may that "
+                    "was compiled before the call. Leave the target uncompiled, or leave out `assistant_model`."
+                )
             features = passes[0] if len(passes) == 1 else torch.cat(passes, dim=1)
             features = features if unpadded is None else unpadded.padded(features)
             if self._context.is_in_prompt:

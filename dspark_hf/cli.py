@@ -23,7 +23,7 @@ from . import __version__
 from .alignment import check_alignment
 from .benchmark import BenchmarkSettings, SweepSettings, run_benchmark, run_sweep
 from .calibration_run import CalibrationSettings, run_calibration
-from .comparison import PairSettings, load_pair
+from .comparison import PairSettings, check_folders, load_pair
 from .conversion import ConvertSettings, run_conversion
 from .data import DataSettings, run_data
 from .demo import DemoSettings, run_demo
@@ -46,12 +46,19 @@ class CheckSettings(PairSettings):
 
     json: str | None = json_field()
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_folders(self, "json")
+
 
 @dataclass
 class VersionSettings:
     """Print the versions to include in a bug report."""
 
     json: str | None = json_field()
+
+    def __post_init__(self) -> None:
+        check_folders(self, "json")
 
 
 def _demo(settings: DemoSettings) -> int:
@@ -223,7 +230,7 @@ def _with_config(parser: _Parser, arguments: list[str]) -> dict[str, Any]:
         return parsed
     try:
         options = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         parser.error(f"--config: cannot read {path} ({' '.join(str(error).split())})")
     if not isinstance(options, dict):
         parser.error(f"--config: {path} holds {type(options).__name__}, expected option names with their values")
@@ -233,6 +240,8 @@ def _with_config(parser: _Parser, arguments: list[str]) -> dict[str, Any]:
         parser.error(f"--config: {path} names {', '.join(unknown)}, which is no option of {parsed['command']}")
     # As words, so that a value is checked as if it had been typed; last comes the command line, which wins.
     words = [word for name, value in options.items() for word in _as_words(name, value)]
+    # An option of one value ends a list, which would take the next words of the command line as its own.
+    words += ["--config", path]
     parsed = vars(parser.parse_args([arguments[0], *words, *arguments[1:]]))
     parsed.pop("config")
     return parsed

@@ -39,6 +39,7 @@ class Committer:
         streamer: receives every new token.
 
     Attributes:
+        max_length: no row becomes longer.
         sequences: the text.
         outputs: scores and the like, where asked for.
         active: rows that go on.
@@ -58,7 +59,10 @@ class Committer:
         input_ids: torch.Tensor,
         streamer: BaseStreamer | None = None,
     ):
-        self.sequences = Sequences(input_ids, config.max_length)
+        # A user's own criterion stands in the place of the one that would come of the config.
+        limits = [c.max_length for c in stopping_criteria if type(c) is MaxLengthCriteria]
+        self.max_length: int = min(limits, default=config.max_length)
+        self.sequences = Sequences(input_ids, self.max_length)
         self.outputs = StepOutputs(config, input_ids.shape[0])
         self.streamer = streamer
         self.active = list(range(input_ids.shape[0]))

@@ -2,10 +2,11 @@
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -65,7 +66,16 @@ def sampling_words(settings: Any) -> str:
 
 
 def check_folders(settings: Any, *names: str) -> None:
-    """Raises `ValueError` where one of these files is to be written into a folder that is not there."""
+    """Raises `ValueError` where one of these files is to be written into a folder that is not there, or is one."""
+    check_parents(settings, *names)
+    for name in names:
+        path = getattr(settings, name)
+        if path is not None and Path(path).is_dir():
+            raise ValueError(f"--{name} is {path}, which is a folder: name a file")
+
+
+def check_parents(settings: Any, *names: str) -> None:
+    """Raises `ValueError` where one of these is to be written into a folder that is not there."""
     for name in names:
         path = getattr(settings, name)
         if path is not None and not Path(path).absolute().parent.is_dir():
@@ -224,13 +234,32 @@ def target_name(target: PreTrainedModel, settings: TargetSettings) -> str:
     """What the target is, without this machine's paths."""
     if settings.target is None:
         return describe_demo_target(Path(str(target.name_or_path)))
-    return Path(settings.target).resolve().name if Path(settings.target).is_dir() else settings.target
+    return public_name(settings.target)
 
 
 def drafter_name(settings: PairSettings) -> str:
     """What the drafter is, without this machine's paths."""
     location = _drafter_location(settings)
-    return location if isinstance(location, str) else f"dspark_hf/drafters/{location.name}"
+    return public_name(location) if isinstance(location, str) else f"dspark_hf/drafters/{location.name}"
+
+
+def public_name(source: str, depth: int = 1) -> str:
+    """A hub id, or the last parts of a folder's or a file's path: what may stand in a file that is published."""
+    is_local = bool(source) and (os.path.exists(source) or os.path.isabs(source))
+    return "/".join(Path(source).resolve().parts[-depth:]) if is_local else source
+
+
+def public_settings(settings: Any) -> dict[str, Any]:
+    """The fields of a command's settings without paths of this machine."""
+    public: dict[str, Any] = {}
+    for name, value in asdict(settings).items():
+        given = getattr(settings, name)
+        if isinstance(given, str):
+            value = public_name(given)
+        elif isinstance(given, list) and all(isinstance(each, str) for each in given):
+            value = [public_name(each) for each in given]
+        public[name] = value
+    return public
 
 
 def _drafter_location(settings: PairSettings) -> str | Path:

@@ -17,11 +17,12 @@ from typing import Any, Literal
 import torch
 from huggingface_hub import save_torch_state_dict
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, cached_file
 
+from .alignment import is_hub_name
 from .calibration import CALIBRATION_NAME
 from .checkpoints import FORMATS, Checkpoint, read_checkpoint, render_config
-from .checkpoints.files import load_tensors, optional_file, read_shapes
+from .checkpoints.files import load_tensors, read_shapes
 from .comparison import check_folders, check_given
 from .configuration_dspark import DSparkConfig
 from .errors import CheckpointFieldError
@@ -177,7 +178,11 @@ def convert_drafter(
         target_architectures=() if opened is None else opened.architectures,
         target_embedding_scale=None if opened is None else opened.embedding_scale,
     )
-    companions = [optional_file(source, name, revision=revision) for name in _COMPANIONS]
+    # Not by `optional_file`: what cannot be asked for now would be lost in silence.
+    companions = [
+        cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+        for name in _COMPANIONS
+    ]
     _write(output, config_dict, tensors, [path for path in companions if path is not None], max_shard_size)
     added, left_out = sorted(tensors.keys() - checkpoint.tensors), sorted(checkpoint.tensors.keys() - tensors)
     return Conversion(output, config, added, left_out)
@@ -216,7 +221,8 @@ def _settle(
         settings["embedding_scale"] = 1.0 if had_embedding else target.embedding_scale
     if format_name == "speculators" and checkpoint.config.has_reduced_vocabulary:
         tensors["t2d"] = _readable_by(tensors["d2t"], checkpoint.config.vocab_size)
-    if target is not None and settings["target_model_name_or_path"] is None:
+    if target is not None and settings["target_model_name_or_path"] is None and is_hub_name(target.name):
+        # A folder of this machine would say nothing to anybody else.
         settings["target_model_name_or_path"] = target.name
     return DSparkConfig.from_dict(settings), tensors
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub.constants import HF_HOME
+from torch import nn
 
 from .acceptance import DRAFTER
 from .costs import CostTable
@@ -158,7 +159,10 @@ def place_of(target: Any, drafter: DSparkDrafter) -> dict[str, Any]:
         "device": _device_name(device),
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
         "target": f"{type(target).__name__}, {config.num_hidden_layers} layers of {config.hidden_size}",
+        "target_sizes": [config.vocab_size, getattr(config, "intermediate_size", None)],
         "target_dtype": str(target.dtype),
+        # Packed and quantized ones cost something else, in the same dtype.
+        "target_linear": sorted({type(m).__name__ for m in target.modules() if isinstance(m, nn.Linear)}),
         "attention": str(config._attn_implementation),
         "drafter": f"{drafter.config.num_hidden_layers} layers of {drafter.config.hidden_size}",
         "drafter_dtype": str(drafter.dtype),
@@ -259,6 +263,10 @@ def _measure(
     rounds: dict[int, list[Round]] = {length: [] for length in range(num_lengths)}
     # Enough for a turn of all lengths, even if every draft is accepted.
     num_tokens = max((repeats + 1) * num_lengths, num_lengths * (num_lengths + 1))
+    # Whatever the drafter's own settings are.
+    settings: dict[str, Any] = {"num_assistant_tokens": drafter.config.num_draft_tokens}
+    if drafter.confidence_head is not None:
+        settings["assistant_confidence_threshold"] = 0.0
     num_calls = 0
     while (fewest := min(map(len, rounds.values()))) < repeats + 1:
         if num_calls >= _PATIENCE * (1 + fewest):
@@ -281,6 +289,7 @@ def _measure(
                 num_beams=1,
                 assistant_model=drafter,
                 num_assistant_tokens_schedule=_Sweep,
+                **settings,
             )
         for one in trace.rounds:
             lengths = {len(proposed) for proposed, _, _ in one.per_row()}

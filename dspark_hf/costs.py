@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
 from itertools import pairwise
+from math import inf
 from statistics import median
 from threading import Lock
 
@@ -275,11 +276,13 @@ class RoundCosts:
             return min(max(seconds - price.seconds * self._level, 0.5 * guess), 2 * guess)
 
     def _nearest_curve(self, num_rows: int) -> int | None:
-        """The nearest other number of rows whose plain pass was measured, if it is near enough."""
+        """The nearest other number of rows whose plain pass was measured, if it is near enough. A table that learns
+        nothing has to do with the one it has."""
+        farthest = inf if self._table.is_fixed else _NEAR
         near = [
             rows
             for rows, curve in self._table._passes.items()
-            if rows != num_rows and 0 in curve and _ratio(rows, num_rows) <= _NEAR
+            if rows != num_rows and 0 in curve and _ratio(rows, num_rows) <= farthest
         ]
         return min(near, key=lambda rows: _ratio(rows, num_rows), default=None)
 

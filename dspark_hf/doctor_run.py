@@ -169,15 +169,15 @@ def _multiplies(device: torch.device, dtype: torch.dtype) -> bool:
 def _equality(device: torch.device) -> Finding:
     """Greedy text of a tiny random pair, plain and drafted, in float32."""
     topic = f"{device} text"
-    target, drafter = tiny_pair(device)
-    input_ids = torch.arange(2, 10, device=device)[None]
-    options: dict[str, Any] = {
-        "input_ids": input_ids,
-        "attention_mask": torch.ones_like(input_ids),
-        "max_new_tokens": _NUM_TOKENS,
-        "do_sample": False,
-    }
     try:
+        target, drafter = tiny_pair(device)
+        input_ids = torch.arange(2, 10, device=device)[None]
+        options: dict[str, Any] = {
+            "input_ids": input_ids,
+            "attention_mask": torch.ones_like(input_ids),
+            "max_new_tokens": _NUM_TOKENS,
+            "do_sample": False,
+        }
         plain = target.generate(**options)  # type: ignore[operator]  # classes with a head have it
         drafted = target.generate(**options, assistant_model=drafter)  # type: ignore[operator]
     except Exception as error:  # whatever goes wrong on this machine is what the doctor is asked for

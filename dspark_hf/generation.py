@@ -115,18 +115,8 @@ class SpeculativeDecoding:
         for finding in pair.warnings:
             warnings.warn(str(finding), UserWarning, stacklevel=2)
         traces = active_traces(self.drafter)
-        generator = self.generator_class(
-            self.drafter,
-            model,
-            do_sample=generation_config.do_sample,
-            logits_processor=logits_processor,
-            draft_length=self.draft_length,
-            num_rows=input_ids.shape[0],
-            prompt_mask=model_kwargs.get("attention_mask"),
-            num_cached=int(get_cache(model_kwargs).get_seq_length()),
-            vocabulary_map=self.vocabulary_map,
-            report_confidence=bool(traces),
-        )
+        # As plain decoding, whose tokens turn the whole text into it.
+        input_ids = input_ids.long()
         committer = Committer(
             generation_config, logits_processor, stopping_criteria, input_ids, streamer=self.streamer
         )
@@ -140,7 +130,19 @@ class SpeculativeDecoding:
         # What is drawn by chance is accepted less often, and costs more to draw; an invariant pass is a dearer one.
         kind = (bool(generation_config.do_sample), self.draft_invariant)
         table = _cost_table(model, self.drafter, input_ids.shape[1], kind)
-        with generator:
+        # Nothing may come between its hooks and what takes them off again.
+        with self.generator_class(
+            self.drafter,
+            model,
+            do_sample=generation_config.do_sample,
+            logits_processor=logits_processor,
+            draft_length=self.draft_length,
+            num_rows=input_ids.shape[0],
+            prompt_mask=model_kwargs.get("attention_mask"),
+            num_cached=int(get_cache(model_kwargs).get_seq_length()),
+            vocabulary_map=self.vocabulary_map,
+            report_confidence=bool(traces),
+        ) as generator:
             decoding = _Decoding(
                 model=model,
                 generator=generator,
@@ -207,7 +209,7 @@ class _Decoding:
                         self.round()
                     else:
                         self._keep_peers_company()
-                self._feed_last_tokens()
+                self._feed_last_tokens(synced_gpus)
         finally:
             if self.rows is not None:
                 self.rows.restore(self._cache_is_visible)
@@ -250,7 +252,12 @@ class _Decoding:
                 raise cannot_batch(cache)
             self.inputs.open_batch(mask, int(cache.get_seq_length()), num_rows)
         self.rows = open_rows(
-            cache, num_rows, self.config.max_length, mask, has_spare_tokens=self._attention_mode == "invariant"
+            cache,
+            num_rows,
+            self.committer.max_length,
+            mask,
+            has_spare_tokens=self._attention_mode == "invariant",
+            keeps_finished=self._cache_is_visible,
         )
         self.committer.commit(outputs.logits[:, -1:], nothing(input_ids[:, 0]))
         self.committer.outputs.add_prompt(outputs)
@@ -338,7 +345,7 @@ class _Decoding:
         self._offers: dict[int, Any] = {}
         for slot, row in enumerate(self.committer.active):
             length = self.sequences.lengths[row]
-            room = self.config.max_length - length - 1
+            room = max(0, self.committer.max_length - length - 1)
             most = min(room, self._lookup_tokens)
             offer = self.lookups[row].offer(most) if self.lookups and most > 0 else None
             self._offers[slot] = offer
@@ -365,7 +372,8 @@ class _Decoding:
                 plan.rows[slot].source,
                 draft.row_lengths[slot],
                 committer.num_accepted[slot],
-                has_ended=slot not in committer.slots and lengths[row] < self.config.max_length,
+                has_ended=slot not in committer.slots and lengths[row] < committer.max_length,
+                next_was_seen=committer.num_new[slot] > committer.num_accepted[slot],
             )
             for slot, row in enumerate(active)
         ]
@@ -388,15 +396,24 @@ class _Decoding:
         cache = get_cache(self.inputs.model_kwargs)
         return bool(self.config.return_dict_in_generate or getattr(cache, "_is_user_defined", False))
 
-    def _feed_last_tokens(self) -> None:
+    def _feed_last_tokens(self, synced_gpus: bool) -> None:
         """Rows that ended before others left without the states of their last token, which plain generation has."""
-        if not isinstance(self.rows, BufferedRows) or len(self.sequences) == 1 or not self._cache_is_visible:
+        early = []
+        if isinstance(self.rows, BufferedRows) and len(self.sequences) > 1 and self._cache_is_visible:
+            early = self.rows.early_rows()
+        # Where one process has to make this pass, all of them do.
+        if not self.model._has_unfinished_sequences(not early, synced_gpus, device=self.sequences.device):
             return
-        early = self.rows.early_rows()
-        if early:
+        if not early:
+            self._keep_peers_company()
+        else:
+            assert isinstance(self.rows, BufferedRows)
             self.rows.recall(early)
             self.inputs.recall(early)
-            newest = [self.sequences.token(row, n) for row, n in zip(early, self.rows.lengths, strict=True)]
+            # A text may begin behind what the cache held before.
+            num_before = self.rows.prompt_length - self.sequences.prompt_length
+            lengths = [length - num_before for length in self.rows.lengths]
+            newest = [self.sequences.token(row, n) for row, n in zip(early, lengths, strict=True)]
             self.rows.begin([1] * len(early))
             inputs = self.inputs.of_pass(self.rows, torch.stack(newest)[:, None], 1)
             self.model(**inputs, return_dict=True)

@@ -25,11 +25,11 @@ from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from .calibration import CALIBRATION_NAME, Calibration
 from .checkpoints import read_checkpoint, read_config
-from .checkpoints.files import optional_file
+from .checkpoints.files import optional_file, with_variant
 from .configuration_dspark import DSparkConfig
 from .draft_cache import DraftCache
 from .registry import find_drafter
@@ -536,6 +536,7 @@ class DSparkDrafter(PreTrainedModel):
         super().save_pretrained(save_directory, is_main_process=is_main_process, state_dict=state_dict, **kwargs)
         if not is_main_process:
             return
+        _remove_weights_of_before(Path(save_directory), kwargs.get("variant"))
         # Before any push, which `super` would do without this file.
         self.generation_config.save_pretrained(save_directory)
         if self.calibration is not None:
@@ -674,6 +675,15 @@ class DSparkDrafter(PreTrainedModel):
     def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Indices of the head's rows to token ids; the same where the drafter proposes the whole vocabulary."""
         return draft_ids + self.d2t[draft_ids] if self.config.has_reduced_vocabulary else draft_ids
+
+
+def _remove_weights_of_before(folder: Path, variant: str | None) -> None:
+    """Of one file of weights and the index of several, only the newer one is meant: who opens the folder would take
+    the single file, whatever it is of."""
+    single, index = (folder / with_variant(name, variant) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
+    if single.exists() and index.exists():
+        older = single if index.stat().st_mtime_ns > single.stat().st_mtime_ns else index
+        older.unlink()
 
 
 def _read_generation_config(source: str | os.PathLike, location: dict) -> GenerationConfig:

@@ -14,7 +14,8 @@ class StepOutputs:
 
     Args:
         config: says what is wanted.
-        num_rows: rows of the batch. Finished rows, which have no numbers any more, get zeros.
+        num_rows: rows of the batch. Finished rows, which have no numbers any more, get zeros, but for the
+            rest of the round in which they end: there they get what the pass gave.
     """
 
     def __init__(self, config: GenerationConfig, num_rows: int):

@@ -166,7 +166,11 @@ class DSparkPipeline(TextGenerationPipeline):
     def _verdict(self, prompt: Any, generate_kwargs: dict[str, Any]) -> Verdict:
         preprocess, forward, _ = self._sanitize_parameters(**{**generate_kwargs, **GREEDY})
         preprocess, forward = {**self._preprocess_params, **preprocess}, {**self._forward_params, **forward}
-        plain = {name: value for name, value in forward.items() if not name.startswith("assistant_")}
+        plain = {
+            name: value
+            for name, value in forward.items()
+            if not name.startswith("assistant_") and name not in _OF_DRAFTING
+        }
         texts = []
         for parameters in (plain, forward):
             inputs = self.preprocess(Chat(prompt) if _is_chat(prompt) else prompt, **preprocess)
@@ -174,6 +178,12 @@ class DSparkPipeline(TextGenerationPipeline):
             output = self.forward(inputs, **parameters)["generated_sequence"]
             texts.append(output[0, 0, len(prompt_ids) :].tolist())
         return judge(self.model, prompt_ids, *texts)
+
+
+# Arguments of drafted calls alone, beside those that begin with `assistant_`.
+_OF_DRAFTING = frozenset(
+    ("draft_invariant", "num_assistant_tokens", "num_assistant_tokens_schedule", "prompt_lookup_num_tokens")
+)
 
 
 class _NobodyReads(Exception):

@@ -86,15 +86,15 @@ class HeuristicSchedule(ConstantSchedule):
 
 
 class ConfidenceSchedule(ConstantSchedule):
-    """The static threshold of the settings, which ends drafts under every schedule; here it is never off."""
+    """The static threshold of the settings, which ends drafts under every schedule; here it has a default."""
 
 
 class EntropySchedule(ConstantSchedule):
     """The threshold, applied to what the entropy of the draft says about its acceptance: needs no confidence head."""
 
     def plan(self, rows: Sequence[RowState]) -> Plan:
-        plan = super().plan(rows)
-        return replace(plan, gate=EntropyGate(len(rows), self._settings.entropy_threshold))
+        plan, threshold = super().plan(rows), self._settings.entropy_threshold
+        return replace(plan, gate=EntropyGate(len(rows), threshold)) if threshold > 0 else plan
 
 
 class PricedSchedule(ConstantSchedule):
@@ -202,7 +202,7 @@ class AcceptanceSchedule(PricedSchedule):
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: float, draft_seconds: float | None) -> None:
         super().observe(plan, outcomes, seconds, draft_seconds)
         self._acceptance.observe(
-            DraftOutcome(outcome.row, row.num_tokens, outcome.accepted)
+            DraftOutcome(outcome.row, row.num_tokens, outcome.accepted, next_was_seen=outcome.next_was_seen)
             for row, outcome in zip(plan.rows, outcomes, strict=True)
             if row.source == DRAFTER
         )

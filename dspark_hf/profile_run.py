@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 
 from rich.table import Table
 
@@ -35,6 +36,8 @@ class ProfileSettings(PairSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_folders(self, "plot", "json")
+        if self.output is not None and Path(self.output).is_dir():
+            raise ValueError(f"--output is {self.output}, which is a folder: name a file")
         numbers = {"batch_size": self.batch_size, "context_length": self.context_length, "repeats": [self.repeats]}
         for name, values in numbers.items():
             if not values or min(values) < 1:

@@ -3,6 +3,7 @@
 `--json FILE` writes both; `--json` alone gives JSON on standard output, and all else on standard error.
 """
 
+import io
 import json
 import math
 import sys
@@ -29,6 +30,9 @@ def console_for(path: str | None, width: int | None = None) -> Console:
         width: for a file or a pipe, where nobody says how wide it is.
     """
     stream = sys.stderr if path == STANDARD_OUTPUT else sys.stdout
+    if isinstance(stream, io.TextIOWrapper):
+        # Not every encoding has a τ, and no report is lost for want of one.
+        stream.reconfigure(errors="replace")
     return Console(file=stream, width=None if stream.isatty() else width)
 
 

@@ -122,6 +122,8 @@ class RowOutcome:
             draft ended by itself.
         accepted: how many of them stand.
         has_ended: whether the row is finished, before its length made it so.
+        next_was_seen: whether the target said what comes behind the accepted tokens: a row that ends with one of them,
+            or whose round another row ended, says nothing of the position behind.
     """
 
     row: int
@@ -129,6 +131,7 @@ class RowOutcome:
     proposed: int
     accepted: int
     has_ended: bool = False
+    next_was_seen: bool = True
 
 
 class Schedule(ABC):

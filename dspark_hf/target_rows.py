@@ -24,7 +24,12 @@ _SLACK = 16
 
 
 def open_rows(
-    cache: Cache, num_rows: int, max_length: int, prompt_mask: torch.Tensor | None, has_spare_tokens: bool = False
+    cache: Cache,
+    num_rows: int,
+    max_length: int,
+    prompt_mask: torch.Tensor | None,
+    has_spare_tokens: bool = False,
+    keeps_finished: bool = False,
 ) -> "BufferedRows | CroppedRows":
     """What a call decodes with, from a cache that holds the prompt.
 
@@ -34,9 +39,10 @@ def open_rows(
         max_length: no row will be longer.
         prompt_mask: `[B, P]`, 0 at padding; `None` without padding.
         has_spare_tokens: passes may go beyond `max_length`, where a static cache has no room.
+        keeps_finished: rows that have left may be recalled, so what they still see is kept.
     """
     if _is_bufferable(cache, num_rows > 1 or has_spare_tokens):
-        return BufferedRows(cache, num_rows, max_length, prompt_mask)
+        return BufferedRows(cache, num_rows, max_length, prompt_mask, keeps_finished)
     return CroppedRows(cache)
 
 
@@ -114,6 +120,7 @@ class BufferedRows:
     """Rows in buffers of our own.
 
     Attributes:
+        prompt_length: positions that the cache held at the start, of each row.
         lengths: committed positions of each active row, padding of the prompt included.
         width: tokens of the widest row in the pass; all others are padded to it, if the pass pads.
         unpadded: how the rows part where the pass does not pad.
@@ -121,13 +128,21 @@ class BufferedRows:
         is_level: whether all rows have one length.
     """
 
-    def __init__(self, cache: Cache, num_rows: int, max_length: int, prompt_mask: torch.Tensor | None):
+    def __init__(
+        self,
+        cache: Cache,
+        num_rows: int,
+        max_length: int,
+        prompt_mask: torch.Tensor | None,
+        keeps_finished: bool = False,
+    ):
         self._cache = cache
+        self._keeps_finished = keeps_finished
         self._originals = list(cache.layers)
         prompt_length = int(cache.get_seq_length())
         self.lengths = [prompt_length] * num_rows
         self._is_batch = num_rows > 1
-        self._prompt_length = prompt_length
+        self.prompt_length = prompt_length
         self._finished: dict[int, int] = {}
         self._order = list(range(num_rows))
         self._max_positions = max_length + _SLACK
@@ -148,7 +163,7 @@ class BufferedRows:
         window = layer.sliding_window if layer.is_sliding and hasattr(layer, "sliding_window") else None
         if layer.is_sliding and window is None:
             window = layer.max_cache_len  # a static layer
-        length = self._prompt_length
+        length = self.prompt_length
         keys, values = layer.keys, layer.values
         if isinstance(layer, StaticLayer):
             keys, values = (states[:, :, : min(length, states.shape[2])] for states in (keys, values))
@@ -193,9 +208,12 @@ class BufferedRows:
         """
         width = max(widths)
         shortest, longest = min(self.lengths), max(self.lengths)
+        is_level = shortest == longest
         # Rows that have left still own what they hold.
         num_held = max(longest, *self._finished.values()) if self._finished else longest
-        self.width, self.end, self.is_level, self.unpadded = width, longest + width, shortest == longest, unpadded
+        if self._keeps_finished:
+            shortest = min(shortest, *self._finished.values(), shortest)
+        self.width, self.end, self.is_level, self.unpadded = width, longest + width, is_level, unpadded
         self._columns.clear()
         self._tokens.clear()
         for window, store in self._stores.items():
@@ -246,7 +264,7 @@ class BufferedRows:
         visible = keys <= queries
         if window is not None:
             visible &= keys > queries - window
-        num_prompt = self._prompt_length - store.start
+        num_prompt = self.prompt_length - store.start
         if self._real is not None and num_prompt > 0:
             real = self._real.to(device)[:, -num_prompt:]
             visible[:, :, :num_prompt] &= real[:, None]
@@ -295,7 +313,8 @@ class BufferedRows:
     def restore(self, is_visible: bool) -> None:
         """Puts the cache's own layers back; where somebody sees the cache, with what plain generation leaves in it.
 
-        Behind the end of a row that is shorter than others stand zeros, in place of the states of padding.
+        Behind the end of a row that is shorter than others stand zeros, or states of the round in which it ended, in
+        place of the states of padding: masked both.
         """
         lengths = {**dict(zip(self._order, self.lengths, strict=False)), **self._finished}
         by_row = [lengths[row] for row in range(len(self._order))]

@@ -7,6 +7,7 @@ from statistics import mean
 
 import pytest
 
+from dspark_hf.acceptance import DraftOutcome
 from dspark_hf.admission import EntropyGate, ForesightGate, PassCosts, SurvivalGate, admit, budget, spend
 from dspark_hf.scheduling import RowOutcome
 from dspark_hf.trust import Trust
@@ -265,6 +266,19 @@ class TestForesightGate:
             gate.learn([RowOutcome(0, "drafter", proposed=2, accepted=1)])
         assert trust.chance(0.8) > 0.8
         assert trust.chance(0.6) < 0.3
+
+    def test_a_text_that_ends_says_nothing_of_what_lies_behind(self):
+        trust = Trust()
+        before = trust.chance(0.6)
+        for _ in range(100):
+            gate = self.gate([[0.9, 0.9]], [20.0, 20.0, 20.0], rate=1 / 10, trust=trust)
+            gate.opens(0, [0.8])
+            gate.opens(1, [0.6])
+            gate.learn([RowOutcome(0, "drafter", proposed=2, accepted=1, next_was_seen=False)])
+        assert trust.chance(0.8) > 0.8
+        assert trust.chance(0.6) >= before
+        assert DraftOutcome(0, 4, 2, next_was_seen=False).tried() == [(0, 1.0), (1, 1.0)]
+        assert DraftOutcome(0, 4, 2).tried() == [(0, 1.0), (1, 1.0), (2, 0.0)]
 
     def test_low_confidences_get_the_benefit_of_the_doubt_or_nothing_would_ever_be_learned(self):
         seconds = [20.0, 27.0, 28.0, 28.5]

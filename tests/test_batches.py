@@ -1246,7 +1246,14 @@ class TestCaches:
     def test_part_filled_cache_in_chunks(self):
         self.check_turn("llama", 5, False, prefill_chunk_size=2)
 
-    def check_turn(self, family: str, num_second: int, only_new_ids: bool, **kwargs: Any) -> None:
+    @pytest.mark.parametrize("only_new_ids", [False, True], ids=["whole conversation", "new ids only"])
+    @pytest.mark.parametrize("family", ["llama", "gemma3"])
+    def test_part_filled_cache_and_a_row_that_ends_early(self, family: str, only_new_ids: bool):
+        self.check_turn(family, 4, only_new_ids, ends_early=True)
+
+    def check_turn(
+        self, family: str, num_second: int, only_new_ids: bool, ends_early: bool = False, **kwargs: Any
+    ) -> None:
         """A second turn, each row with new tokens of its own, on a cache that plain generation filled."""
         model, first = target(family), batch(prompts(3))
         settings = {"do_sample": False, "return_dict_in_generate": True}
@@ -1261,16 +1268,25 @@ class TestCaches:
 
         call = turn()
         width = call["input_ids"].shape[1]
+        if ends_early:
+            texts = model.generate(**call, max_new_tokens=12).sequences[:, width:].tolist()
+            settings["eos_token_id"] = next(t for t in texts[0][2:8] if t not in texts[1] and t not in texts[2])
+            settings["pad_token_id"] = 0
+            call = turn()
         plain = model.generate(**call, max_new_tokens=12)
         real = call["attention_mask"][:, -width:] != 0
         rows = [ids[kept].tolist() for ids, kept in zip(call["input_ids"], real, strict=True)]
         texts = plain.sequences[:, width:].tolist()
+        mask = grown(call["attention_mask"], 11)
+        if ends_early:
+            # What stands behind the end is padding.
+            mask[0, mask.shape[1] - 11 + texts[0].index(settings["eos_token_id"]) + 1 :] = 0
         for wrong_at in STAGGERED:
             with drafter().trace() as trace, knowing_rows(rows, texts, wrong_at):
                 output = model.generate(**turn(), max_new_tokens=12, **ours(drafter()))
             assert output.sequences.tolist() == plain.sequences.tolist()
-            assert_drafted(trace, 3, wrong_at)
-            mask = grown(call["attention_mask"], 11)
+            if not ends_early:
+                assert_drafted(trace, 3, wrong_at)
             # Wide logits come with wide states.
             assert_same_cache(output[CACHE_NAME], plain[CACHE_NAME], mask, tolerance=1e-3)
 

@@ -5,6 +5,8 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from shutil import copytree
+from types import SimpleNamespace
 from typing import Any
 
 import kit
@@ -14,7 +16,7 @@ from rich.console import Console
 from test_demo import FIXTURE, ascii_tokenizer
 from transformers import AutoModelForCausalLM
 
-from dspark_hf.benchmark import BenchmarkSettings, run_benchmark
+from dspark_hf.benchmark import BenchmarkSettings, measuring, run_benchmark
 from dspark_hf.benchmark.measuring import CaseMeasurer, CaseResult, Measurement, round_parts
 from dspark_hf.benchmark.memory import MemoryGrowth
 from dspark_hf.benchmark.methods import METHODS, Call, find_method
@@ -23,6 +25,7 @@ from dspark_hf.benchmark.prompts import make_cases
 from dspark_hf.benchmark.random_models import random_drafter, random_target
 from dspark_hf.benchmark.summary import compare_rivals, growth_against_context, spread, summarize
 from dspark_hf.benchmark.tables import WIDTH, make_tables
+from dspark_hf.comparison import Verdict
 from dspark_hf.policies import SCHEDULES
 from dspark_hf.prompt_files import COPY_PROMPTS_FILE, PROMPTS_FILE, Prompt, read_prompts
 from dspark_hf.simulation import SimulatedDecoding, SimulatedProposals
@@ -464,6 +467,31 @@ class TestNumbers:
         assert growth["1,024 tokens"]["plain"] == {"factor": 2.0, "relative_to_plain": 1.0}
         assert growth["1,024 tokens"]["dspark"] == {"factor": 3.0, "relative_to_plain": 1.5}
 
+    def test_the_order_in_which_contexts_were_given_does_not_matter(self):
+        assert BenchmarkSettings(context_length=[512, 64, 512]).context_length == [64, 512]
+
+    def test_a_token_of_a_batch_costs_what_the_batch_took_for_it(self):
+        """Two rows of 11 tokens, of which the first ones come with the prefill; rounds say nothing of that."""
+        made = replace(result("gsm8k", dspark=2.0), names=["gsm8k 0", "gsm8k 1"])
+        made.measurements["dspark"] = measurement(2.0, num_new_tokens=22, num_passes=8, acceptance_length=2.1)
+        numbers = summarize([made], by_context=False)["gsm8k"]["dspark"]
+        assert numbers["token_ms"] == pytest.approx(1000.0)
+        assert numbers["num_prompts"] == 2
+        twice = replace(made, names=["gsm8k 0", "gsm8k 0"])
+        assert summarize([twice], by_context=False)["gsm8k"]["dspark"]["num_prompts"] == 1
+
+    def test_the_worst_text_of_all_repeats_is_judged(self, pair, monkeypatch):
+        measurer = object.__new__(CaseMeasurer)
+        measurer.models = SimpleNamespace(target=None)
+        margins = {(1, 2): 0.0, (1, 3): 0.5, (1, 4): 9.0}
+        verdict = lambda target, ids, plain, text: Verdict(  # noqa: E731
+            None if text == plain else 1, margins[tuple(text)], 1.0, "bfloat16"
+        )
+        monkeypatch.setattr(measuring, "judge", verdict)
+        assert measurer._worst_verdict([0], [1, 2], [[1, 2], [1, 2]]).identical
+        assert measurer._worst_verdict([0], [1, 2], [[1, 2], [1, 3]]).margin == 0.5
+        assert measurer._worst_verdict([0], [1, 2], [[1, 4], [1, 3], [1, 2]]).margin == 9.0
+
     def test_a_method_is_held_against_the_better_one_of_each_prompt(self):
         results = [
             result("gsm8k", **{"dspark": 1.8, "dspark-constant": 2.0, "prompt-lookup": 1.0}),
@@ -553,3 +581,18 @@ def test_a_setting_that_cannot_be_is_refused_before_any_work(settings, message):
 
 def test_built_in_files_are_in_the_package():
     assert all(Path(file).parent.name == "dspark_hf" for file in (PROMPTS_FILE, COPY_PROMPTS_FILE))
+
+
+def test_reports_name_no_folder(pair, tmp_path):
+    prompts = tmp_path / "mine.jsonl"
+    prompts.write_text('{"prompt": "Add one"}\n')
+    target = tmp_path / "secret" / "target"
+    copytree(pair["target"], target)
+    options = {**pair, "target": str(target), "drafter": str(pair["drafter"]), "prompts": str(prompts)}
+    options |= {"methods": ["dspark"], "max_new_tokens": 4, "num_prompts": 1, "json": str(tmp_path / "o.json")}
+    report = run_benchmark(BenchmarkSettings(**options))
+    written = (tmp_path / "o.json").read_text()
+    assert str(tmp_path) not in written
+    assert str(Path(pair["drafter"]).parent) not in written
+    assert report["settings"]["prompts"] == "mine.jsonl"
+    assert report["settings"]["dtype"] == pair["dtype"]

@@ -5,11 +5,12 @@ import math
 import shutil
 from pathlib import Path
 
+import kit
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dspark_hf import checkpoints
+from dspark_hf import DSparkDrafter, checkpoints
 from dspark_hf.checkpoints import Checkpoint, files, read_checkpoint
 from dspark_hf.errors import CheckpointFieldError, IncompleteCheckpointError, UnsupportedCheckpointError
 
@@ -856,3 +857,12 @@ class TestHub:
     def test_a_misspelt_option_is_not_swallowed(self, hub):
         with pytest.raises(TypeError, match="revison"):
             self.read(hub, revison="main")
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "no json"])
+def test_an_index_that_is_none_is_named(text, tmp_path):
+    kit.new_drafter().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(OSError, match=r"model.safetensors.index.json is not an index of weights"):
+        DSparkDrafter.from_pretrained(tmp_path)

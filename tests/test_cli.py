@@ -81,6 +81,14 @@ def rows(tmp_path, monkeypatch) -> list[str]:
     return ["a.jsonl", "b.jsonl"]
 
 
+def test_a_list_of_the_config_ends_before_the_words_of_the_command_line(seen, tmp_path):
+    path = tmp_path / "options.yaml"
+    path.write_text("license: mit\ntags: [x, y]\n")
+    assert main(["push", "./drafter", "you/name", "--config", str(path)]) == 0
+    (settings,) = seen
+    assert (settings.drafter, settings.repo_id, settings.tags) == ("./drafter", "you/name", ["x", "y"])
+
+
 def test_a_list_may_be_empty(seen, rows, tmp_path):
     arguments = ["train", "--output-dir", "o", "--data", *rows]
     assert main([*arguments, "--held-out-datasets"]) == 0

@@ -166,7 +166,7 @@ class TestDefaultDrafter:
 
     def test_of_a_known_target(self, known, target_folder):
         settings = PairSettings(target_folder, device="cpu")
-        assert drafter_name(settings) == str(FIXTURE)
+        assert drafter_name(settings) == FIXTURE.name  # no path of this machine
         with pytest.warns(UserWarning, match="is called like a known target"):
             assert load_drafter(settings).dtype == torch.bfloat16
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from dspark_hf.candidate_generator import DSparkCandidateGenerator
 from dspark_hf.cli import main
 from dspark_hf.cost_model import CostModel, Prices, place_of, profile_costs
 from dspark_hf.costs import CostTable, RoundCosts
+from dspark_hf.packed_weights import pack_weights
 from dspark_hf.profile_run import ProfileSettings, advice
 
 PASSES = {1: {0: 0.05, 1: 0.051, 2: 0.06, 3: 0.075, 4: 0.08}, 2: {0: 0.06, 4: 0.09}}
@@ -141,6 +143,38 @@ class TestUse:
         drafter.cost_model = replace(model, place={**model.place, "threads": 77})
         with pytest.warns(UserWarning, match=r"measured elsewhere \(threads: 77 there, .*profile_costs"):
             self.generate(drafter)
+
+    def test_no_hook_is_left_where_a_cost_model_is_none_or_a_warning_an_error(self):
+        drafter, target = kit.new_drafter(), kit.target()
+        model = model_of(drafter=drafter)
+        for given in ("prices.json", replace(model, place={**model.place, "threads": 77})):
+            drafter.cost_model = given
+            with warnings.catch_warnings(), pytest.raises((AttributeError, UserWarning)):
+                warnings.simplefilter("error")
+                self.generate(drafter)
+            assert kit.hooks_of(target) == 0
+
+    def test_packed_weights_are_another_place(self):
+        target, drafter = kit.new_target(), kit.new_drafter()
+        before = place_of(target, drafter)
+        assert pack_weights(target) > 0
+        assert place_of(target, drafter) != before
+
+    @pytest.mark.filterwarnings("ignore:The drafter does not seem to fit")
+    @pytest.mark.parametrize("num_rows", [1, 3, 5])
+    def test_fixed_prices_serve_any_number_of_rows(self, num_rows):
+        target, drafter = kit.target(), kit.new_drafter()
+        drafter.generation_config.num_assistant_tokens_schedule = "auto"
+        passes = {1: dict.fromkeys(range(5), 0.01), 16: {16 * n: 0.01 for n in range(5)}}
+        drafts = {rows: dict.fromkeys(range(1, 5), 1e-4) for rows in (1, 16)}
+        drafter.cost_model = CostModel(place_of(target, drafter), {32: Prices(passes, drafts)})
+        ids = torch.randint(1, 90, (num_rows, 6), generator=torch.Generator().manual_seed(3))
+        with drafter.trace() as trace:
+            target.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False, assistant_model=drafter
+            )
+        assert {one.reason for one in trace.rounds}.isdisjoint({"measuring"})
+        assert any(any(proposed for proposed, _, _ in one.per_row()) for one in trace.rounds)
 
     def test_calls_start_from_what_a_profile_left_in_the_cache_and_learn_on(self, tmp_path, monkeypatch):
         monkeypatch.setattr(cost_model, "HF_HOME", str(tmp_path))
@@ -291,3 +325,13 @@ class TestPlanner:
     def test_wrong_options(self, settings):
         with pytest.raises(ValueError, match=r"^--"):
             ProfileSettings(**settings)
+
+
+@pytest.mark.parametrize("settings", [{"num_assistant_tokens": 2}, {"assistant_confidence_threshold": 0.9}])
+def test_prices_are_measured_whatever_the_drafters_own_settings_are(settings):
+    drafter = kit.new_drafter()
+    for name, value in settings.items():
+        setattr(drafter.generation_config, name, value)
+    model = profile_costs(kit.target(), drafter, context_lengths=(8,), repeats=1)
+    (prices,) = model.contexts.values()
+    assert set(prices.drafts[1]) == set(range(1, 1 + drafter.config.num_draft_tokens))

@@ -21,9 +21,11 @@ from transformers import (
     LogitsProcessor,
     PreTrainedModel,
     StoppingCriteria,
+    StoppingCriteriaList,
     StopStringCriteria,
     TextIteratorStreamer,
 )
+from transformers.generation import MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from dspark_hf import (
@@ -116,6 +118,38 @@ class TestRefusals:
         found = refusal(UnsupportedGenerationError, kit.new_target(), drafter(), **request_)
         assert found.startswith(message)
         assert "num_assistant_tokens" not in request_ or found.endswith("Leave it out to use all of them.")
+
+    @pytest.mark.parametrize("num_rows", [1, 2])
+    @pytest.mark.parametrize("schedule", ["auto", "constant"])
+    def test_a_length_criterion_of_the_users_own(self, num_rows, schedule):
+        """It stands in the place of the one that `max_new_tokens` would make, in plain generation as well."""
+        ids = torch.cat([kit.inputs()["input_ids"]] * num_rows)
+        call = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 4}
+        texts = []
+        for options in ({}, {"assistant_model": kit.drafter(), "num_assistant_tokens_schedule": schedule}):
+            criteria = StoppingCriteriaList([MaxLengthCriteria(60)])
+            with kit.drafter().trace() as trace:
+                texts.append(kit.target().generate(ids, **call, **options, stopping_criteria=criteria).tolist())
+        assert len(texts[0][0]) == 60
+        assert texts[0] == texts[1]
+        if schedule == "constant":
+            assert max(len(p) for one in trace.rounds[-4:-1] for p, _, _ in one.per_row()) > 0
+
+    @pytest.mark.parametrize("do_sample", [False, True])
+    @pytest.mark.parametrize("num_rows", [1, 2])
+    def test_ids_of_32_bits(self, num_rows, do_sample):
+        ids = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]] * num_rows, dtype=torch.int32)
+        call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": do_sample}
+        ours = kit.target().generate(
+            ids,
+            **call,
+            assistant_model=kit.drafter(),
+            num_assistant_tokens_schedule="constant",
+            prompt_lookup_num_tokens=8,
+        )
+        assert ours.dtype == torch.int64
+        if not do_sample:
+            assert ours.tolist() == kit.target().generate(ids, **call).tolist()
 
     def test_embeddings_in_place_of_ids(self):
         model = kit.new_target()

@@ -398,8 +398,25 @@ class TestRefusals:
         with pytest.raises(ValueError, match="`private` is True, but someone/tiny-drafter is there already, and pub"):
             push_drafter_to_hub(drafter, REPO, token=TOKEN, private=True)
         assert hub.writes == []
+        with pytest.raises(ValueError, match="and pub"):  # nor on a branch that is not there yet
+            push_drafter_to_hub(drafter, REPO, token=TOKEN, private=True, revision="new-branch")
+        assert hub.writes == []
         hub.repositories[REPO].visibility = "private"
         push_drafter_to_hub(drafter, REPO, token=TOKEN, private=True)
+
+    def test_a_card_that_a_new_branch_would_begin_with_is_not_replaced(self, hub, drafter):
+        hub.add(REPO, README__md="---\n---\nMine.\n")
+        with pytest.raises(FileExistsError, match="which would be overwritten"):
+            push_drafter_to_hub(drafter, REPO, token=TOKEN, revision="new-branch")
+        assert hub.writes == []
+
+    def test_no_path_of_this_machine_is_published(self, hub, drafter, tmp_path):
+        drafter.config.converted_from = {"speculators": {"verifier": {"name_or_path": str(tmp_path)}, "taps": [1, 2]}}
+        push_drafter_to_hub(drafter, REPO, token=TOKEN)
+        config = json.loads(hub.files(REPO)["config.json"])
+        assert config["converted_from"] == {
+            "speculators": {"verifier": {"name_or_path": tmp_path.name}, "taps": [1, 2]}
+        }
 
 
 class TestFaults:

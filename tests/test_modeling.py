@@ -699,3 +699,15 @@ class TestNothingLeft:
         assert output.tolist() == target.generate(**arguments).tolist()
         assert output[0, len(PROMPT) :].tolist()[:2] == [first, 0]
         assert trace.rounds[0].proposed == []
+
+
+def test_weights_of_an_earlier_saving_are_not_taken_for_those_of_the_next(tmp_path):
+    drafter = new_drafter()
+    shards = {"max_shard_size": "20KB"}
+    for options in ({}, shards, {}, shards):
+        with torch.no_grad():
+            drafter.fc.weight += 1
+        drafter.save_pretrained(tmp_path, **options)
+        assert (tmp_path / "model.safetensors").exists() == (not options)
+        assert (tmp_path / "model.safetensors.index.json").exists() == bool(options)
+        assert torch.equal(DSparkDrafter.from_pretrained(tmp_path).fc.weight, drafter.fc.weight)

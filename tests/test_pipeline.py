@@ -221,6 +221,26 @@ class TestVerifyLossless:
         with pytest.raises(ValueError, match=f"`{next(iter(options))}` is"):
             pipe.verify_lossless(TEXTS, **options)
 
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"draft_invariant": True},
+            {"prompt_lookup_num_tokens": 4},
+            {"num_assistant_tokens": 2, "num_assistant_tokens_schedule": "constant"},
+        ],
+    )
+    def test_the_plain_side_gets_nothing_of_drafting(self, pipe, options):
+        plain, real = [], DSparkPipeline.forward
+
+        def forward(self, inputs, **parameters):
+            if "assistant_model" not in parameters:
+                plain.append(parameters)
+            return real(self, inputs, **parameters)
+
+        with patch.object(DSparkPipeline, "forward", forward):
+            assert pipe.verify_lossless(TEXTS[0], max_new_tokens=8, **options).equal
+        assert plain[0].keys().isdisjoint(options)
+
     def test_settings_of_every_call_do_not_make_it_sample(self, tokenizer):
         pipe = DSparkPipeline(kit.target(), kit.drafter(), tokenizer, do_sample=True, temperature=2.0)
         assert pipe.verify_lossless(TEXTS, max_new_tokens=8).equal

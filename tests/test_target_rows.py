@@ -31,10 +31,11 @@ def own_cache(family: str) -> DynamicCache:
 
 @pytest.mark.parametrize("is_kept", [True, False], ids=["end token seen", "end token masked"])
 @pytest.mark.parametrize("pace", ["row by row", "in step"])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_a_second_turn_after_rows_that_ended_early(family: str, pace: str, is_kept: bool):
+@pytest.mark.parametrize(("family", "num_tokens"), [("llama", 40), ("gemma3", 40), ("gemma3", 120), ("mistral", 120)])
+def test_a_second_turn_after_rows_that_ended_early(family: str, num_tokens: int, pace: str, is_kept: bool):
+    """Where a window slides on without them, early rows keep what their last token sees."""
     model, length = target(family), len(PROMPT)
-    long = {**batch(), "do_sample": False, "max_new_tokens": 40}
+    long = {**batch(), "do_sample": False, "max_new_tokens": num_tokens}
     texts = [row[length:].tolist() for row in model.generate(**long)]
     end = next(token for token in texts[0][2:9] if token not in texts[1] and texts[0].index(token) >= 2)
     call = {**long, "eos_token_id": end, "pad_token_id": 0}

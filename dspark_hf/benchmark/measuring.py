@@ -17,7 +17,7 @@ import torch
 from transformers import BatchEncoding
 from transformers.generation.streamers import BaseStreamer
 
-from ..comparison import GREEDY, judge
+from ..comparison import GREEDY, Verdict, judge
 from ..simulation import SimulatedProposals
 from ..trace import Round, Trace
 from .memory import MemoryGrowth
@@ -255,8 +255,9 @@ class CaseMeasurer:
     def _measurement(self, case: Case, method: Method, turns: _Turns, plain: _Turns) -> Measurement:
         verdicts = []
         if not self.settings.do_sample:
-            rows = zip(case.prompt_ids, plain.texts[0], turns.texts[0], strict=True)
-            verdicts = [judge(self.models.target, *row) for row in rows]
+            # With prices that move, each repeat may draft otherwise: what counts of a prompt is its worst text.
+            rows = zip(case.prompt_ids, plain.texts[0], *turns.texts, strict=True)
+            verdicts = [self._worst_verdict(ids, text, others) for ids, text, *others in rows]
         ratios = [own / base for own, base in zip(turns.speeds, plain.speeds, strict=True)]
         traces = [record.trace for record in turns.records if record.trace is not None]
         return Measurement(
@@ -277,6 +278,11 @@ class CaseMeasurer:
             round_parts=round_parts([r for trace in traces for r in trace.rounds]),
             simulated_acceptance=self.settings.simulate_acceptance if method.drafts else None,
         )
+
+    def _worst_verdict(self, prompt_ids: list[int], plain: list[int], texts: Sequence[list[int]]) -> Verdict:
+        distinct = {tuple(text): text for text in texts}.values()
+        verdicts = [judge(self.models.target, prompt_ids, plain, text) for text in distinct]
+        return min(verdicts, key=lambda verdict: (verdict.explained, verdict.identical))
 
 
 class _ArrivalClock(BaseStreamer):

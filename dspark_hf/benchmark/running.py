@@ -2,13 +2,13 @@
 
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import track
 
+from ..comparison import public_settings
 from ..reports import console_for, write_json
 from .measuring import CaseMeasurer
 from .models import environment, load_models
@@ -37,8 +37,7 @@ def run_benchmark(settings: BenchmarkSettings, console: Console | None = None) -
         console.print(line, style="dim", markup=False, highlight=False)
     report = {
         "simulated_acceptance": settings.simulate_acceptance,
-        # Of its own file the name only: results are published.
-        "settings": asdict(settings) | ({"json": Path(settings.json).name} if settings.json is not None else {}),
+        "settings": public_settings(settings),
         "environment": environment(models),
         "summary": summary,
         "comparisons": comparisons,

@@ -85,6 +85,9 @@ class BenchmarkSettings(PairSettings):
         self._check_methods()
         self._check_models()
         check_folders(self, "json")
+        if self.context_length is not None:
+            # Tables hold the others against the shortest.
+            self.context_length = sorted(set(self.context_length))
         if self.prompts is not None and not Path(self.prompts).is_file():
             raise ValueError(f"--prompts is {self.prompts}, which is no file")
 

@@ -44,7 +44,7 @@ def _summarize_method(results: Sequence[CaseResult], method: str) -> dict[str, A
     verdicts = [identical for m in measurements for identical in m.identical]
     explained = [explained for m in measurements for explained in m.explained]
     return {
-        "num_prompts": sum(len(result.names) for result in results),
+        "num_prompts": len({name for result in results for name in result.names}),
         "tokens_per_second": geometric_mean([m.tokens_per_second for m in measurements]),
         "tokens_per_second_spread": spread([m.tokens_per_second for m in measurements]),
         "ratio_to_plain": geometric_mean([m.ratio_to_plain for m in measurements]),
@@ -53,7 +53,7 @@ def _summarize_method(results: Sequence[CaseResult], method: str) -> dict[str, A
         "acceptance_length": sum(committed) / sum(weights) if sum(weights) else None,
         **_median_and_spread("first_token_ms", [1000 * m.first_token_seconds for m in measurements]),
         **_median_and_spread("pass_ms", [_pass_ms(m) for m in measurements]),
-        **_median_and_spread("token_ms", [_token_ms(m) for m in measurements]),
+        **_median_and_spread("token_ms", [_token_ms(r.measurements[method], len(r.names)) for r in results]),
         **_median_and_spread("memory_growth", [m.memory_growth for m in measurements]),
         "round_parts": _summarize_parts([m.round_parts for m in measurements if m.round_parts is not None]),
         "num_identical": sum(verdicts) if verdicts else None,
@@ -85,11 +85,10 @@ def _pass_ms(measurement: Measurement) -> float | None:
     return 1000 * measurement.decode_seconds / measurement.num_passes
 
 
-def _token_ms(measurement: Measurement) -> float | None:
-    pass_ms = _pass_ms(measurement)
-    if pass_ms is None or not measurement.acceptance_length:
-        return None
-    return pass_ms / measurement.acceptance_length
+def _token_ms(measurement: Measurement, num_rows: int) -> float | None:
+    """What a token of a row took, behind the first one: in a batch, the rows that have ended wait for the others."""
+    num_later = measurement.num_new_tokens - num_rows
+    return 1000 * measurement.decode_seconds * num_rows / num_later if num_later > 0 else None
 
 
 def _median_and_spread(name: str, values: Sequence[float | None]) -> dict[str, Any]:

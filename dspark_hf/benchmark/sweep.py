@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +16,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from ..comparison import PairSettings, check_folders
-from ..figures import plot_thresholds
+from ..comparison import PairSettings, check_folders, public_settings
+from ..figures import plot_thresholds, require_matplotlib
 from ..reports import console_for, json_field, write_json
 from .measuring import CaseMeasurer
 from .methods import Call, find_method
@@ -70,13 +69,24 @@ class SweepSettings(PairSettings):
             raise ValueError(f"--thresholds is {self.thresholds}, they must lie between 0 and 1")
         self.cells()  # what is wrong with the others is said before anything is loaded
         check_folders(self, "json", "plot")
+        if self.plot is not None and not any(name.startswith(_THRESHOLD) for name in self.cells()[0].method_names):
+            raise ValueError(f"--plot draws thresholds, but none is measured: --methods needs a {_THRESHOLD}0.N")
 
-    def cells(self, num_draft_tokens: int = 1) -> list[BenchmarkSettings]:
-        """The settings of each cell."""
+    def cells(self, num_draft_tokens: int = 1, has_confidences: bool = True) -> list[BenchmarkSettings]:
+        """The settings of each cell.
+
+        Args:
+            num_draft_tokens, has_confidences: of the drafter: the default methods are those that it can follow.
+        """
+        read_confidences = [
+            *(f"{_THRESHOLD}{threshold:g}" for threshold in self.thresholds),
+            "dspark-hardware",
+            "dspark-hardware-decoupled",
+        ]
         methods = self.methods or [
             *(f"{_CONSTANT}{n}" for n in range(1, 1 + num_draft_tokens)),
-            *(f"{_THRESHOLD}{threshold:.2f}" for threshold in self.thresholds),
-            *(f"dspark-{name}" for name in ("heuristic", "entropy", "acceptance", "hardware", "hardware-decoupled")),
+            *(read_confidences if has_confidences else []),
+            *(f"dspark-{name}" for name in ("heuristic", "entropy", "acceptance")),
             "dspark",
         ]
         shared = ["target", "gguf_file", "drafter", "dtype", "device"]
@@ -143,13 +153,16 @@ class Cell:
 def run_sweep(settings: SweepSettings, console: Console | None = None) -> list[Cell]:
     """Runs `dspark-hf sweep`: prints the table, and writes numbers and figure where asked."""
     console = console or console_for(settings.json, WIDTH)
+    if settings.plot is not None:
+        require_matplotlib()
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     report = partial(console.print, style="dim", markup=False, highlight=False)
     models = load_models(settings.cells()[0], report=report)
     measured = []
     with Progress(console=console, transient=True) as progress:
-        for each in settings.cells(models.drafter.config.num_draft_tokens):
+        config = models.drafter.config
+        for each in settings.cells(config.num_draft_tokens, config.enable_confidence_head):
             measured.append(_measure(each, models, progress))
     console.print(make_table(measured, settings))
     for cell in measured:
@@ -157,8 +170,7 @@ def run_sweep(settings: SweepSettings, console: Console | None = None) -> list[C
             against = cell.methods["dspark"].tokens_per_second / cell.methods[cell.best_constant].tokens_per_second
             report(f"{_name(cell)}: dspark against the best constant ({cell.best_constant}): x {against:.2f}")
     numbers: dict[str, Any] = {
-        # Of its own file the name only: results are published.
-        "settings": asdict(settings) | {"json": settings.json and Path(settings.json).name, "plot": None},
+        "settings": public_settings(settings) | {"plot": None},
         "environment": environment(models),
         "cells": [_numbers(cell) for cell in measured],
     }
@@ -241,7 +253,8 @@ def _threshold_curves(cells: Sequence[Cell]) -> dict[str, list[tuple[float, floa
         ]
         constants = [name for name in cell.methods if name.startswith(_CONSTANT)]
         if constants and 0.0 not in [threshold for threshold, _ in points]:
-            points.append((0.0, cell.methods[constants[-1]]))
+            longest = max(constants, key=lambda name: int(name.removeprefix(_CONSTANT)))
+            points.append((0.0, cell.methods[longest]))
         curves[_name(cell)] = [
             (threshold, totals.acceptance_rate, totals.acceptance_length or 1.0)
             for threshold, totals in sorted(points, key=lambda point: point[0])

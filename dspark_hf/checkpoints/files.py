@@ -94,7 +94,7 @@ def load_tensors(
 
 def weight_files(source: str, hub_kwargs: dict[str, Any], variant: str | None = None) -> list[str]:
     """The safetensors files of a checkpoint, fetched where they are on the Hub; raises as `read_shapes`."""
-    weights, index_name = (_with_variant(name, variant) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
+    weights, index_name = (with_variant(name, variant) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
     single = cached_file(source, weights, _raise_exceptions_for_missing_entries=False, **hub_kwargs)
     if single is not None:
         return [single]
@@ -106,15 +106,20 @@ def weight_files(source: str, hub_kwargs: dict[str, Any], variant: str | None = 
     return [str(cached_file(source, shard, **hub_kwargs)) for shard in _shard_names(index)]
 
 
-def _with_variant(name: str, variant: str | None) -> str:
+def with_variant(name: str, variant: str | None) -> str:
     """`model.safetensors` to `model.fp16.safetensors`, and the index to `model.safetensors.index.fp16.json`."""
     head, _, extension = name.rpartition(".")
     return name if variant is None else f"{head}.{variant}.{extension}"
 
 
 def _shard_names(index_path: str) -> list[str]:
-    with open(index_path, encoding="utf-8") as file:
-        return sorted(set(json.load(file)["weight_map"].values()))
+    try:
+        with open(index_path, encoding="utf-8") as file:
+            return sorted(set(json.load(file)["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise OSError(
+            f"{index_path} is not an index of weights: expected a JSON object with `weight_map`. Fetch it again."
+        ) from error
 
 
 def _read_header(path: str) -> dict[str, tuple[list[int], str]]:
@@ -134,7 +139,7 @@ def _list_files(source: str, hub_kwargs: dict[str, Any]) -> list[str]:
     folder = _place(source, hub_kwargs)
     if os.path.isdir(source):
         return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-    if hub_kwargs["local_files_only"]:
+    if hub_kwargs.get("local_files_only"):
         return []
     try:
         names = list_repo_files(source, revision=hub_kwargs["revision"], token=hub_kwargs["token"])

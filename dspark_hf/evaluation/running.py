@@ -12,7 +12,15 @@ from rich.progress import track
 
 from ..benchmark.models import Models, environment
 from ..benchmark.tables import WIDTH
-from ..comparison import check_sources, drafter_name, load_drafter, load_target, target_name
+from ..comparison import (
+    check_sources,
+    drafter_name,
+    load_drafter,
+    load_target,
+    public_name,
+    public_settings,
+    target_name,
+)
 from ..data.encoding import Encoder
 from ..figures import plot_acceptance_by_position, plot_acceptance_lengths, require_matplotlib
 from ..modeling_dspark import DSparkDrafter
@@ -133,7 +141,7 @@ def _load(settings: EvaluationSettings, say: Any) -> tuple[Models, dict[str, DSp
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     target, tokenizer = load_target(settings, say)
-    names = _names([drafter_name(pair) for pair in pairs])
+    names = _names([pair.drafter or drafter_name(pair) for pair in pairs])
     drafters = {name: load_drafter(pair) for name, pair in zip(names, pairs, strict=True)}
     models = Models(
         target,
@@ -150,26 +158,16 @@ def _names(sources: list[str]) -> list[str]:
     """What results call the drafters: of folders as many of their last parts as tell them apart."""
     depth = 1
     while True:
-        short = [_short(source, depth) for source in sources]
+        short = [public_name(source, depth) for source in sources]
         if len(set(short)) == len(short) or depth > max(len(Path(source).resolve().parts) for source in sources):
             return short
         depth += 1
 
 
-def _short(source: str, depth: int = 1) -> str:
-    return "/".join(Path(source).resolve().parts[-depth:]) if Path(source).is_dir() else source
-
-
 def _public(settings: EvaluationSettings) -> dict[str, Any]:
     """The settings without folders of this machine: results are published."""
-    given = {name: getattr(settings, name) for name in ("json", "markdown", "plot")}
-    files = {name: path and Path(path).name for name, path in given.items()}
-    sources = {
-        "target": settings.target and _short(settings.target),
-        "drafter": settings.drafter and _names(settings.drafter),
-        "prompts": settings.prompts and [Path(file).name for file in settings.prompts],
-    }
-    return asdict(settings) | files | sources
+    drafters = {"drafter": settings.drafter and _names(settings.drafter)}
+    return public_settings(settings) | drafters
 
 
 def _write(settings: EvaluationSettings, report: Report, differences: list[Difference]) -> list[Path]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..benchmark.methods import find_method
 from ..benchmark.settings import BenchmarkSettings
-from ..comparison import PairSettings, TargetSettings, check_folders, check_positive, check_warpers
+from ..comparison import PairSettings, TargetSettings, check_folders, check_parents, check_positive, check_warpers
 from ..policies import SCHEDULES
 from ..reports import json_field
 
@@ -101,11 +101,8 @@ class EvaluationSettings(TargetSettings):
         for file in self.prompts or ():
             if not Path(file).is_file():
                 raise ValueError(f"--prompts names {file}, which is no file")
-        check_folders(self, "json", "markdown", "plot")
-        for option in ("json", "markdown"):
-            value = getattr(self, option)
-            if value is not None and Path(value).is_dir():
-                raise ValueError(f"--{option} is {value}, which is a folder: name a file")
+        check_folders(self, "json", "markdown")
+        check_parents(self, "plot")
         if self.plot is not None and Path(self.plot).exists() and not Path(self.plot).is_dir():
             raise ValueError(f"--plot is {self.plot}, which is no folder")
 

@@ -3,6 +3,7 @@
 Everything that may be wrong with the drafter, its card or the repository is looked at before anything is sent.
 """
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from huggingface_hub.utils import validate_repo_id
+from transformers.utils import CONFIG_NAME
 
 from .._version import __version__
 from ..alignment import is_hub_name
@@ -179,6 +181,11 @@ def check_publishable(drafter: DSparkDrafter, repo_id: str) -> None:
 def write_repository(drafter: DSparkDrafter, folder: Path, card: ModelCard) -> dict[str, Path]:
     """Writes all files of the repository into an empty folder: paths by their names in the repository."""
     drafter.save_pretrained(folder)
+    config = folder / CONFIG_NAME
+    config.write_text(
+        json.dumps(_without_folders(json.loads(config.read_text(encoding="utf-8"))), indent=2, sort_keys=True) + "\n",
+        encoding="utf-8",
+    )
     if drafter.calibration is not None:
         provenance = {name: _without_folders(value) for name, value in drafter.calibration.provenance.items()}
         replace(drafter.calibration, provenance=provenance).save(folder)
@@ -191,7 +198,11 @@ def write_repository(drafter: DSparkDrafter, folder: Path, card: ModelCard) -> d
 
 
 def _without_folders(value: Any) -> Any:
-    """A path of this machine to its last part."""
+    """A path of this machine to its last part, wherever it stands."""
+    if isinstance(value, dict):
+        return {name: _without_folders(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(each) for each in value]
     is_path = isinstance(value, str) and (os.path.isabs(value) or os.path.isdir(value))
     return Path(value).name if is_path else value
 
@@ -207,11 +218,16 @@ def _license_of_target(api: HfApi, drafter: DSparkDrafter) -> dict[str, str]:
 
 
 def _look(api: HfApi, repo_id: str, revision: str | None, may_fail: bool) -> ModelInfo | None:
-    """The repository as it is; `None` where there is none, or, if it `may_fail`, no way to ask."""
+    """The repository as it is; `None` where there is none, or, if it `may_fail`, no way to ask.
+
+    A branch that is not there yet will begin as what `main` is.
+    """
     try:
         return api.model_info(repo_id, revision=revision)
-    except (RepositoryNotFoundError, RevisionNotFoundError):
+    except RepositoryNotFoundError:
         return None
+    except RevisionNotFoundError:
+        return _look(api, repo_id, None, may_fail) if revision is not None else None
     except (HTTPError, OSError) as error:
         if may_fail and not isinstance(error, HfHubHTTPError):
             return None
