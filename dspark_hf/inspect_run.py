@@ -7,7 +7,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import get_safetensors_metadata
+from huggingface_hub import get_safetensors_metadata, is_offline_mode
 from huggingface_hub.errors import NotASafetensorsRepoError
 from rich.table import Table
 
@@ -88,21 +88,25 @@ def inspect_checkpoint(source: str, revision: str | None = None) -> dict[str, An
 
 def read_tensors(source: str, revision: str | None = None) -> dict[str, Tensor]:
     """Shapes and dtypes of a checkpoint's tensors: of a folder from its files, of a repository by requests for the
-    headers alone.
+    headers alone, or, offline, from the files in the cache.
 
     Raises:
         OSError: there are no such weights.
         UnsupportedCheckpointError: the weights are of a kind that is never opened.
     """
     refuse_missing_folder(source)
-    if not Path(source).is_dir():
+    is_offline = is_offline_mode()
+    if not Path(source).is_dir() and not is_offline:
         try:
             metadata = get_safetensors_metadata(source, revision=revision)
-        except NotASafetensorsRepoError as error:
-            raise OSError(f"{source} has no safetensors weights on the hub: {error}") from error
-        infos = [file.tensors for file in metadata.files_metadata.values()]
-        return {name: Tensor(list(info.shape), str(info.dtype)) for file in infos for name, info in file.items()}
-    headers = read_headers(source, {"subfolder": "", "revision": revision})
+        except NotASafetensorsRepoError:
+            # What it holds instead is said below.
+            pass
+        else:
+            infos = [file.tensors for file in metadata.files_metadata.values()]
+            return {name: Tensor(list(info.shape), str(info.dtype)) for file in infos for name, info in file.items()}
+    location = {"subfolder": "", "revision": revision, "token": None, "local_files_only": is_offline}
+    headers = read_headers(source, location)
     return {name: Tensor(*header) for name, header in headers.items()}
 
 

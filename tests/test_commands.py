@@ -10,6 +10,7 @@ import kit
 import pytest
 import torch
 from conftest import FIXTURES
+from huggingface_hub.errors import NotASafetensorsRepoError
 from test_demo import CHAT_TEMPLATE, ascii_tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -368,6 +369,29 @@ class TestInspect:
         report = inspect_checkpoint("org/drafter", "v1")
         assert asked == [("org/drafter", "v1")]
         assert report == {**inspect_checkpoint(str(FIXTURE)), "source": "org/drafter"}
+
+    def test_of_the_hub_offline_what_is_in_the_cache(self, monkeypatch):
+        locations = []
+
+        def files(source, location, variant=None):
+            locations.append(location)
+            return [str(FIXTURE / "model.safetensors")]
+
+        monkeypatch.setattr(inspect_run, "is_offline_mode", lambda: True)
+        monkeypatch.setattr(inspect_run, "get_safetensors_metadata", None)
+        monkeypatch.setattr("dspark_hf.checkpoints.files.weight_files", files)
+        assert read_tensors("org/drafter") == read_tensors(str(FIXTURE))
+        assert locations[0]["local_files_only"]
+
+    def test_of_the_hub_without_safetensors_what_there_is_instead_is_said(self, monkeypatch):
+        def metadata(repo_id, revision=None):
+            raise NotASafetensorsRepoError("none")
+
+        monkeypatch.setattr(inspect_run, "get_safetensors_metadata", metadata)
+        monkeypatch.setattr("dspark_hf.checkpoints.files.cached_file", lambda *args, **kwargs: None)
+        monkeypatch.setattr("dspark_hf.checkpoints.files.list_repo_files", lambda *args, **kwargs: ["model.gguf"])
+        with pytest.raises(UnsupportedCheckpointError, match="GGUF"):
+            read_tensors("org/drafter")
 
     def test_refused_on_the_hub_before_its_headers(self, monkeypatch):
         monkeypatch.setattr(checkpoints, "read_config_dict", lambda source, hub_kwargs: {"model_type": "bert"})
