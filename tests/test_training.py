@@ -207,6 +207,23 @@ def test_loss_and_gradients_are_those_of_the_definition(kind, cached, temperatur
             torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
+@pytest.mark.parametrize("kind", ["vanilla", "mask positions"])
+def test_rows_without_an_anchor_count_nothing(kind):
+    drafter, batch = make_drafter(kind), batch_of(sequence(24, 1), anchors=[[-1, -1]])
+    with OnlineFeatures(target(), drafter.config.target_layer_ids) as features:
+        found = features(batch)
+    step = TrainingStep(drafter, target(), ObjectiveWeights())
+    totals = step(batch, found)
+    totals.loss.backward()
+    assert all(parameter.grad is None or not parameter.grad.any() for parameter in drafter.parameters())
+    with torch.no_grad():
+        of_evaluation = step(batch, found)
+    for each in (totals, of_evaluation):
+        assert (float(each.loss), float(each.weight)) == (0.0, 0.0)
+        assert not each.by_position.any()
+        assert not each.tau.any()
+
+
 def test_terms_where_the_true_token_is_all_but_impossible():
     """Its probability rounds to 0: cross entropy and gradient stay what they are."""
     logits = torch.tensor([[200.0, 0.0, -1.0], [3.0, 2.0, 1.0]], requires_grad=True)
@@ -361,6 +378,8 @@ def test_two_processes_take_the_steps_of_one(tmp_path):
     for name in ("loss", "cross_entropy", "distance", "acceptance_1", "tau", "draft_tokens"):
         expected = [entry[name] for entry in one["history"]]
         assert [entry[name] for entry in two["history"]] == pytest.approx(expected, rel=1e-3), name
+    for name in ("eval_loss", "eval_tau", "eval_greedy_tau", "eval_cross_entropy", "eval_acceptance_1"):
+        assert two["evaluated"][name] == pytest.approx(one["evaluated"][name], rel=1e-3), name
     for name, weights in one["weights"].items():
         torch.testing.assert_close(
             torch.tensor(two["weights"][name]), torch.tensor(weights), atol=1e-3, rtol=0, msg=name
