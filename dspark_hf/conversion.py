@@ -19,7 +19,6 @@ from huggingface_hub import save_torch_state_dict
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, cached_file
 
-from .alignment import is_hub_name
 from .calibration import CALIBRATION_NAME
 from .checkpoints import FORMATS, Checkpoint, read_checkpoint, render_config
 from .checkpoints.files import load_tensors, read_shapes
@@ -221,8 +220,7 @@ def _settle(
         settings["embedding_scale"] = 1.0 if had_embedding else target.embedding_scale
     if format_name == "speculators" and checkpoint.config.has_reduced_vocabulary:
         tensors["t2d"] = _readable_by(tensors["d2t"], checkpoint.config.vocab_size)
-    if target is not None and settings["target_model_name_or_path"] is None and is_hub_name(target.name):
-        # A folder of this machine would say nothing to anybody else.
+    if target is not None and settings["target_model_name_or_path"] is None:
         settings["target_model_name_or_path"] = target.name
     return DSparkConfig.from_dict(settings), tensors
 

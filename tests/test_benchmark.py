@@ -477,8 +477,6 @@ class TestNumbers:
         numbers = summarize([made], by_context=False)["gsm8k"]["dspark"]
         assert numbers["token_ms"] == pytest.approx(1000.0)
         assert numbers["num_prompts"] == 2
-        twice = replace(made, names=["gsm8k 0", "gsm8k 0"])
-        assert summarize([twice], by_context=False)["gsm8k"]["dspark"]["num_prompts"] == 1
 
     def test_the_worst_text_of_all_repeats_is_judged(self, pair, monkeypatch):
         measurer = object.__new__(CaseMeasurer)

@@ -145,13 +145,13 @@ class TestUse:
             self.generate(drafter)
 
     def test_no_hook_is_left_where_a_cost_model_is_none_or_a_warning_an_error(self):
-        drafter, target = kit.new_drafter(), kit.target()
-        model = model_of(drafter=drafter)
+        drafter, target = kit.new_drafter(), kit.new_target()
+        model = model_of(target, drafter)
         for given in ("prices.json", replace(model, place={**model.place, "threads": 77})):
             drafter.cost_model = given
             with warnings.catch_warnings(), pytest.raises((AttributeError, UserWarning)):
                 warnings.simplefilter("error")
-                self.generate(drafter)
+                target.generate(**kit.inputs(), max_new_tokens=4, do_sample=False, assistant_model=drafter)
             assert kit.hooks_of(target) == 0
 
     def test_packed_weights_are_another_place(self):

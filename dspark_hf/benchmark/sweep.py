@@ -79,7 +79,7 @@ class SweepSettings(PairSettings):
             num_draft_tokens, has_confidences: of the drafter: the default methods are those that it can follow.
         """
         read_confidences = [
-            *(f"{_THRESHOLD}{threshold:g}" for threshold in self.thresholds),
+            *(f"{_THRESHOLD}{float(threshold)}" for threshold in self.thresholds),
             "dspark-hardware",
             "dspark-hardware-decoupled",
         ]

@@ -144,7 +144,8 @@ def distribution_loss(
     if not len(supervision.sources):
         # Rows that another process counts: a loss of nothing, with a gradient of zeros.
         none = inputs[0].new_zeros(0, dtype=torch.float32)
-        return DistributionLoss(0.0 * sum(x.float().sum() for x in inputs), none, none, none.bool())
+        loss = 0.0 * torch.stack([x.float().sum() for x in inputs]).sum()
+        return DistributionLoss(loss, none, none, none.bool())
     chunk = max(1, _CHUNK_LOGITS // vocab_size)
     trained = tuple(p for p in parameters if p.requires_grad)
     run = _Chunks(logits_of, supervision, coefficients, chunk, len(inputs))
