@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from test_training import responses, train
 
+from dspark_hf.training.run import part_processes
+
 torch.set_num_threads(1)
 folder, batch_size = Path(sys.argv[1]), int(sys.argv[2])
 # Of five rows, two processes are given six.
@@ -17,3 +19,4 @@ if trainer.args.process_index == 0:
     (evaluated,) = (entry for entry in trainer.state.log_history if "eval_loss" in entry)
     weights = {name: tensor.tolist() for name, tensor in trainer.drafter.state_dict().items()}
     (folder / "result.json").write_text(json.dumps({"history": history, "weights": weights, "evaluated": evaluated}))
+part_processes()

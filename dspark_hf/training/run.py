@@ -155,7 +155,16 @@ def run_training(settings: TrainSettings, report: Callable[[str], None] = print)
             report(f"wrote {settings.plot}")
     finally:
         trainer.close()
+    part_processes()
     return trainer
+
+
+def part_processes() -> None:
+    """Waits for the other processes of a run, if there are any, and leaves their group: one that ends within it while
+    others still work may be aborted, and the launcher then ends all of them."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
 
 
 def report_of(trainer: "DSparkTrainer") -> dict[str, Any]:
