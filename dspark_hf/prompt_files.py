@@ -32,8 +32,6 @@ def read_prompts(path: Path) -> list[Prompt]:
     """
     prompts = []
     for number, line in numbered_lines(path):
-        if not line.strip():
-            continue
         try:
             fields = json.loads(line)
             prompts.append(Prompt(fields.get("dataset", file_stem(path)), fields.get("index", number), ask_of(fields)))
@@ -60,7 +58,7 @@ def ask_of(fields: dict[str, Any]) -> str:
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a text file, plain or gzipped (`.gz`), from 1 on.
+    """The lines of a text file, plain or gzipped (`.gz`), numbered from 1 on, without empty ones.
 
     Raises:
         ValueError: it is not UTF-8, or its compressed data are cut off.
@@ -72,7 +70,8 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
         with opened(path, "rt", encoding="utf-8-sig") as file:
             # A line ends at a newline only: texts hold other separators.
             for number, line in enumerate(file, 1):
-                yield number, line.removesuffix("\n")
+                if line.strip():
+                    yield number, line.removesuffix("\n")
     except EOFError as error:
         raise ValueError(f"{path} ends after line {number} in the midst of compressed data: copy it again") from error
     except UnicodeDecodeError as error:

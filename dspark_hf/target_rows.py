@@ -212,7 +212,7 @@ class BufferedRows:
         # Rows that have left still own what they hold.
         num_held = max(longest, *self._finished.values()) if self._finished else longest
         if self._keeps_finished:
-            shortest = min(shortest, *self._finished.values(), shortest)
+            shortest = min([shortest, *self._finished.values()])
         self.width, self.end, self.is_level, self.unpadded = width, longest + width, is_level, unpadded
         self._columns.clear()
         self._tokens.clear()

@@ -22,7 +22,7 @@ from .rows import LineFile, fingerprint, record_provenance, self_prompts_file
 from .self_prompts import Writer
 from .settings import DataSettings
 from .sieve import words_of
-from .sources import BadRow, Source, read_excluded, read_sources
+from .sources import BadRow, Source, read_excluded, read_sources, said_by_user
 
 # Prompts whose answers are all written before the next ones': enough to find batches of similar length, few enough
 # that a run that is stopped early has answered prompts of every length.
@@ -125,8 +125,7 @@ class _Run:
     def refuse_excluded(self, rows: LineFile) -> None:
         """Raises `ValueError` where an earlier run, without `--exclude`, answered what is excluded now."""
         for number, row in enumerate(rows.rows, 1):
-            asked = [message["content"] for message in row.get("messages", ()) if message["role"] == "user"]
-            if self._is_excluded([row["prompt"], *asked]):
+            if self._is_excluded([row["prompt"], *said_by_user(row.get("messages", ()))]):
                 raise ValueError(
                     f"{rows.path}, line {number}: its prompt is excluded. Take the line out, or choose another "
                     "--output."

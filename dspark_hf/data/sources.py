@@ -61,11 +61,16 @@ class Source:
         """Every message of the user, or the document."""
         if self.messages is None:
             return [str(self.text)]
-        return [str(message["content"]) for message in self.messages if message["role"] == "user"]
+        return said_by_user(self.messages)
 
     @property
     def is_given(self) -> bool:
         return self.response is not None or self.response_ids is not None
+
+
+def said_by_user(messages: Iterable[Message]) -> list[str]:
+    """What the user says in a chat."""
+    return [str(message["content"]) for message in messages if message["role"] == "user"]
 
 
 def read_sources(
@@ -124,8 +129,6 @@ def _rows(name: str, split: str) -> Iterator[tuple[str, str, int, Any]]:
     path = Path(name)
     if path.is_file():
         for number, line in numbered_lines(path):
-            if not line.strip():
-                continue
             yield f"{path}, line {number}", file_stem(path), number, line
         return
     if path.suffix in (".jsonl", ".json", ".gz"):

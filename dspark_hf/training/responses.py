@@ -49,7 +49,7 @@ def read_responses(path: str | Path, vocab_size: int | None = None) -> list[Resp
         ValueError: a line is something else, or the file has none; the message says which line.
     """
     path = Path(path)
-    rows = [_parse(line, path, number, vocab_size) for number, line in numbered_lines(path) if line.strip()]
+    rows = [_parse(line, path, number, vocab_size) for number, line in numbered_lines(path)]
     if not rows:
         raise ValueError(f"{path} holds no rows. Expected JSON lines with `prompt_ids` and `response_ids`.")
     return rows
