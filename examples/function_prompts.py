@@ -7,17 +7,16 @@ Real signatures and docstrings are more varied than what `template_prompts.py` p
 imported. What is installed decides what comes out.
 """
 
-import argparse
 import ast
-import json
 import random
 import re
 import sysconfig
 import textwrap
 import warnings
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
+
+from template_prompts import write_prompts
 
 COMPLETE = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{head}\n```"
 IN_WORDS = (
@@ -95,11 +94,4 @@ def prompts(seed: int = 0) -> Iterator[dict[str, str]]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--num-prompts", type=int, default=1000)
-    parser.add_argument("--output", default="prompts.jsonl")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    lines = [json.dumps(row) for row in islice(prompts(arguments.seed), arguments.num_prompts)]
-    Path(arguments.output).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print("wrote", len(lines), "prompts to", arguments.output)
+    write_prompts(__doc__.splitlines()[0], prompts)

@@ -10,29 +10,32 @@ of a benchmark is among these; `dspark-hf data --exclude` makes sure of that.
 import argparse
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
+Kind = Callable[[random.Random], str]
 
-def _listed(text: str, between: str = " ") -> list[str]:
+
+def listed(text: str, between: str = " ") -> list[str]:
     return text.split(between)
 
 
 REASONING = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
-NAMES = _listed(
+NAMES = listed(
     "Ada Amir Anna Ben Carla Chen Clara David Dina Elena Emma Ethan Fatima Felix Grace Hassan Hugo Ines Ivan "
     "Jack Jamal Julia Kofi Laura Leo Lily Lucas Maria Marta Max Mei Mia Nadia Nina Noah Omar Oscar Paula Peter "
     "Priya Raj Rita Rosa Sam Sara Sofia Tariq Tom Victor Wei Yuki Zoe"
 )
-THINGS = _listed(
+THINGS = listed(
     "apples books stamps marbles pencils cookies oranges stickers coins shells cards balloons flowers candles "
     "cups eggs muffins tickets bottles bricks buttons crayons toys lemons notebooks plates postcards ribbons "
     "seeds shirts"
 )
-PLACES = _listed("farm bakery school library market factory garden museum bookshop hotel restaurant zoo")
-VEHICLES = _listed("train bus car cyclist truck ship")
-CONTAINERS = _listed("boxes bags baskets crates shelves drawers")
+PLACES = listed("farm bakery school library market factory garden museum bookshop hotel restaurant zoo")
+VEHICLES = listed("train bus car cyclist truck ship")
+CONTAINERS = listed("boxes bags baskets crates shelves drawers")
 
 SUMS = (
     "{name} has {a} {thing}. {name2} has {k} times as many. How many {thing} do they have together?",
@@ -174,7 +177,7 @@ REMARKS = (
     "Numbers may be negative.",
 )
 
-TOPICS = _listed(
+TOPICS = listed(
     "photosynthesis|the French Revolution|black holes|a healthy breakfast|learning to play the guitar|"
     "climate change|the Roman Empire|remote work|a trip to Japan|electric cars|the human heart|saving money|"
     "the water cycle|artificial intelligence|growing tomatoes|time management|the Moon landing|public speaking|"
@@ -289,28 +292,32 @@ def chat(draw: random.Random) -> str:
     return draw.choice(FORMS).format(topic=topic, topic2=topic2, reader=draw.choice(READERS), name=name, name2=name2)
 
 
-KINDS: tuple[Callable[[random.Random], str], ...] = (sums, programs, chat)
+KINDS: tuple[Kind, ...] = (sums, programs, chat)
 
 
-def prompts(seed: int = 0) -> Iterator[dict[str, str]]:
+def prompts(seed: int = 0, kinds: Sequence[Kind] = KINDS, group: str = "template") -> Iterator[dict[str, str]]:
     """Rows of `dataset` and `prompt`, each kind in turn, none twice, without end for all practical purposes."""
     draw, seen = random.Random(seed), set()
     while True:
-        for kind in KINDS:
+        for kind in kinds:
             prompt = kind(draw)
             while prompt in seen:
                 prompt = kind(draw)
             seen.add(prompt)
-            yield {"dataset": f"template-{kind.__name__}", "prompt": prompt}
+            yield {"dataset": f"{group}-{kind.__name__}", "prompt": prompt}
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def write_prompts(description: str, source: Callable[[int], Iterator[dict[str, str]]]) -> None:
+    """The command line of such a script: so many prompts of `source`, as lines of JSON."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--num-prompts", type=int, default=1000)
     parser.add_argument("--output", default="prompts.jsonl")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    rows = prompts(arguments.seed)
-    lines = [json.dumps(next(rows)) for _ in range(arguments.num_prompts)]
+    lines = [json.dumps(row) for row in islice(source(arguments.seed), arguments.num_prompts)]
     Path(arguments.output).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print("wrote", arguments.output)
+    print("wrote", len(lines), "prompts to", arguments.output)
+
+
+if __name__ == "__main__":
+    write_prompts(__doc__.splitlines()[0], prompts)

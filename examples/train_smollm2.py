@@ -15,6 +15,7 @@ import json
 from itertools import islice
 from pathlib import Path
 
+import assistant_prompts
 import function_prompts
 import template_prompts
 import torch
@@ -28,6 +29,7 @@ from dspark_hf.training.run import TrainSettings, run_training
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--output-dir", default="smollm2-drafter")
 parser.add_argument("--num-prompts", type=int, default=4400, help="made by template; 0: only --data")
+parser.add_argument("--num-assistant-prompts", type=int, default=1800, help="of more kinds, many with a text")
 parser.add_argument("--num-function-prompts", type=int, default=1200, help="made of functions of installed packages")
 parser.add_argument("--vary", nargs="*", default=[], help="files of prompts to make new ones from")
 parser.add_argument("--num-varied", type=int, default=700, help="made from each of those files")
@@ -45,6 +47,7 @@ data = [*arguments.data]
 if arguments.num_prompts:
     rows = [
         *islice(template_prompts.prompts(), arguments.num_prompts),
+        *islice(assistant_prompts.prompts(), arguments.num_assistant_prompts),
         *islice(function_prompts.prompts(), arguments.num_function_prompts),
         *(row for file in arguments.vary for row in islice(varied_prompts.prompts([file]), arguments.num_varied)),
     ]

@@ -207,6 +207,16 @@ def test_template_prompts(run, tmp_path):
     assert {row["dataset"] for row in rows} == {"template-sums", "template-programs", "template-chat"}
 
 
+def test_assistant_prompts(run, tmp_path):
+    run("assistant_prompts.py", "--num-prompts", "300", "--output", "made.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "made.jsonl").read_text().splitlines()]
+    assert len({row["prompt"] for row in rows}) == 300
+    kinds = {"writing", "roles", "riddles", "extraction", "science", "society"}
+    assert {row["dataset"] for row in rows} == {f"assistant-{kind}" for kind in kinds}
+    # A slot that nothing was put into.
+    assert not [row["prompt"] for row in rows if re.search(r"\{\w*\}", row["prompt"])]
+
+
 def shown_code(prompt: str) -> list[str]:
     """The blocks of code of a prompt, each of which must be Python."""
     pieces = prompt.split("```")

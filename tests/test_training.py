@@ -878,6 +878,7 @@ def test_the_example_makes_a_drafter_from_its_target_alone(start, tmp_path):
     script = Path(__file__).parents[1] / "examples" / "train_smollm2.py"
     settings = ["--output-dir", str(tmp_path), "--num-prompts", "6", "--max-new-tokens", "24", "--minutes", "0.2"]
     settings += ["--num-function-prompts", "2", "--num-self-prompts", "2", "--num-varied", "2"]
+    settings += ["--num-assistant-prompts", "2"]
     (tmp_path / "sums.jsonl").write_text(json.dumps({"index": 1, "prompt": "Ada has 12 cups. How many?"}) + "\n")
     settings += ["--vary", str(tmp_path / "sums.jsonl")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
