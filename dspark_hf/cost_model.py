@@ -22,6 +22,7 @@ from huggingface_hub.constants import HF_HOME
 from torch import nn
 
 from .acceptance import DRAFTER
+from .checkpoints.files import write_whole
 from .costs import CostTable
 from .modeling_dspark import DSparkDrafter
 from .policies import ConstantSchedule
@@ -80,10 +81,7 @@ class CostModel:
         """Writes the file; without a path, into the user's cache, under a name made of `place`."""
         path = _cached(self.place) if path is None else Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # In one step: a call that reads meanwhile finds the old file or the new one.
-        staged = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        staged.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-        os.replace(staged, path)
+        write_whole(path, asdict(self))
         return path
 
     @classmethod

@@ -24,7 +24,12 @@ from dspark_hf.figures import plot_training
 from dspark_hf.training import objective
 from dspark_hf.training.arguments import DSparkTrainingArguments
 from dspark_hf.training.blocks import draft_positions, markov_latents, run_blocks
-from dspark_hf.training.new_drafter import choose_draft_vocabulary, choose_mask_token, with_draft_vocabulary
+from dspark_hf.training.new_drafter import (
+    choose_draft_vocabulary,
+    choose_mask_token,
+    with_draft_vocabulary,
+    with_more_layers,
+)
 from dspark_hf.training.new_drafter import new_drafter as new_drafter_for
 from dspark_hf.training.objective import ObjectiveWeights
 from dspark_hf.training.responses import Response, ResponseDataset, collate, read_responses, split_held_out
@@ -333,9 +338,9 @@ class Kill(TrainerCallback):
 
 
 @pytest.mark.parametrize("killed_after", [3, 6, 7])
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_killed_run_goes_on_as_if_nothing_had_been(killed_after, accumulation, tmp_path):
-    settings = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": accumulation}
+@pytest.mark.parametrize(("accumulation", "muon"), [(1, False), (2, False), (1, True)])
+def test_a_killed_run_goes_on_as_if_nothing_had_been(killed_after, accumulation, muon, tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": accumulation, "muon": muon}
     whole = train(tmp_path / "whole", **settings)
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "killed", callbacks=[Kill(killed_after)], **settings)
@@ -351,6 +356,27 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(killed_after, accumulation,
         assert torch.equal(resumed.drafter.state_dict()[name], tensor), name
     losses = [[(e["loss"], e["draft_tokens"]) for e in t.state.log_history if "loss" in e] for t in (whole, resumed)]
     assert losses[0] == losses[1]
+
+
+def test_muon_turns_the_matrices_of_the_layers_and_adamw_the_rest(tmp_path):
+    trainer = train(tmp_path, muon=True, max_steps=1, warmup_steps=0, weight_decay=0.0)
+    start, rate = new_drafter().state_dict(), 3e-3
+    for name, parameter in trainer.drafter.named_parameters():
+        step = (parameter.detach() - start[name]) / rate
+        if name.startswith(("layers.", "fc.")) and step.ndim == 2:
+            # Orthogonal in the directions that the gradient has: none is larger. AdamW's first step is +-1 everywhere.
+            values = torch.linalg.svdvals(step) / (0.2 * max(step.shape) ** 0.5)
+            assert 0.6 < values.max() < 1.3, name
+        elif step.abs().max() > 0:
+            assert step.abs().max() == pytest.approx(1.0, abs=0.01), name
+    rates = [group["lr"] for group in trainer.optimizer.param_groups]
+    assert rates == [0.0, 0.0]  # what the schedule says after the last step
+
+
+def test_a_run_by_muon_is_not_gone_on_with_without(tmp_path):
+    train(tmp_path, muon=False, max_steps=2, save_strategy="steps", save_steps=2)
+    with pytest.raises(ValueError, match="was written without --muon"):
+        train(tmp_path, muon=True, resume=True)
 
 
 def test_accumulated_steps_equal_large_ones(tmp_path):
@@ -628,6 +654,26 @@ def test_a_head_that_is_the_targets_is_borrowed_with_other_ids():
     assert with_draft_vocabulary(old, target(), torch.tensor([3, 50])).lm_head is None
     old.lm_head.weight[7, 7] += 1
     assert with_draft_vocabulary(old, target(), torch.tensor([3, 50])).lm_head is not None
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gemma layers", "sliding from the anchor"])
+@torch.no_grad()
+def test_a_drafter_with_more_layers_drafts_as_before_and_learns_with_all(kind, tmp_path):
+    old = make_drafter(kind)
+    new = with_more_layers(old, old.config.num_hidden_layers + 2)
+    assert len(new.layers) == len(new.config.layer_types) == old.config.num_hidden_layers + 2
+    ids = sequence(9, 3)
+    assert torch.equal(inference_logits(new, ids, 4), inference_logits(old, ids, 4))
+    with torch.enable_grad():
+        trained = train(tmp_path, with_more_layers(new_drafter(), 3), max_steps=3).drafter
+    for name, parameter in trained.layers[2].named_parameters():
+        if "proj" in name:
+            assert not torch.equal(parameter, with_more_layers(new_drafter(), 3).layers[2].get_parameter(name)), name
+
+
+def test_layers_are_added_and_not_taken_away(tmp_path):
+    with pytest.raises(ValueError, match="The drafter has 2 layers and is to have 1"):
+        with_more_layers(new_drafter(), 1)
 
 
 def test_a_draft_vocabulary_of_another_target_is_refused():

@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,6 +52,14 @@ def optional_file(source: str | os.PathLike, name: str, **location: Any) -> str 
         _raise_exceptions_for_gated_repo=False,
         **location,
     )
+
+
+def write_whole(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes a JSON file, by a rename at the end: whoever reads meanwhile finds the old file or the new one, whole."""
+    # Several processes may write it at once.
+    staged = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    staged.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(staged, path)
 
 
 def read_shapes(source: str, hub_kwargs: dict[str, Any], variant: str | None = None) -> dict[str, list[int]]:

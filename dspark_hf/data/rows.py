@@ -2,13 +2,14 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+
+from ..checkpoints.files import write_whole
 
 _VALUES_OF_A_PARAMETER = 64
 
@@ -104,14 +105,6 @@ def provenance_file(output: Path) -> Path:
 def self_prompts_file(output: Path) -> Path:
     """`NAME.self-prompts.jsonl` beside `NAME.jsonl`: the target's own prompts."""
     return output.with_name(f"{output.stem}.self-prompts.jsonl")
-
-
-def write_whole(path: Path, content: dict[str, Any]) -> None:
-    """Writes a JSON file, by a rename at the end: one that is there is complete."""
-    # Several processes may write it at once.
-    staged = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    staged.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(staged, path)
 
 
 def fingerprint(target: PreTrainedModel) -> str:

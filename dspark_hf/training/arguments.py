@@ -54,6 +54,9 @@ class DSparkTrainingArguments(TrainingArguments):
     eval_max_new_tokens: int = field(default=64, metadata={"help": "tokens that are decoded for each of them"})
     # Defaults of TrainingArguments that suit a drafter: those of the paper, at the size of a home.
     learning_rate: float = field(default=6e-4, metadata={"help": "peak learning rate"})
+    muon: bool = field(
+        default=False, metadata={"help": "train the matrices of the draft layers by Muon, AdamW the rest"}
+    )
     lr_scheduler_type: str = field(default="cosine", metadata={"help": "schedule of the learning rate"})
     warmup_steps: float = field(default=0.04, metadata={"help": "steps of warm-up, or below 1 their share"})
     max_grad_norm: float = field(default=1.0, metadata={"help": "gradients are clipped to this norm"})

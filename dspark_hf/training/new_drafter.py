@@ -191,9 +191,7 @@ def with_draft_vocabulary(drafter: DSparkDrafter, target: Any, draft_ids: torch.
         drafter.lm_head.weight, rows[ids.to(rows.device).clamp(max=len(rows) - 1)].to(drafter.lm_head.weight)
     )
     config = DSparkConfig.from_dict({**old.to_dict(), "draft_vocab_size": len(draft_ids), "own_lm_head": is_own})
-    new: Any = DSparkDrafter(config)
-    new.to(drafter.device, drafter.dtype)
-    new.generation_config = copy.deepcopy(drafter.generation_config)
+    new = _reshaped(drafter, config)
     _initialise_heads(new, target, draft_ids)
     old_row = torch.full((old.vocab_size,), -1)
     old_row[ids.cpu()] = torch.arange(len(ids))
@@ -205,6 +203,49 @@ def with_draft_vocabulary(drafter: DSparkDrafter, target: Any, draft_ids: torch.
         ours[name].copy_(theirs[name])
     for name in by_row:
         ours[name][known] = theirs[name][there[known]]
+    return new
+
+
+@torch.no_grad()
+def with_more_layers(drafter: DSparkDrafter, num_hidden_layers: int) -> DSparkDrafter:
+    """The same drafter with more draft layers, in the dtype of its weights: it drafts as before until it is trained.
+
+    The new layers follow the old ones. Each starts as a copy of the last, but adds nothing to the stream yet: the
+    projections by which it would are 0.
+
+    Args:
+        drafter: not changed.
+        num_hidden_layers: draft layers of the new one.
+
+    Raises:
+        ValueError: the drafter has more layers than that.
+    """
+    old = drafter.config
+    if num_hidden_layers < old.num_hidden_layers:
+        raise ValueError(
+            f"The drafter has {old.num_hidden_layers} layers and is to have {num_hidden_layers}: layers can be added, "
+            "not taken away."
+        )
+    added = num_hidden_layers - old.num_hidden_layers
+    layer_types = [*old.layer_types, *added * [old.layer_types[-1]]]
+    grown = {"num_hidden_layers": num_hidden_layers, "layer_types": layer_types}
+    new = _reshaped(drafter, DSparkConfig.from_dict({**old.to_dict(), **grown}))
+    new.load_state_dict(drafter.state_dict(), strict=False)
+    for layer in new.layers[old.num_hidden_layers :]:
+        layer.load_state_dict(drafter.layers[-1].state_dict())
+        for name, tensor in layer.state_dict().items():
+            if name.startswith(("self_attn.o_proj.", "mlp.down_proj.")):
+                tensor.zero_()
+            elif name == "layer_scalar":
+                tensor.fill_(1.0)
+    return new
+
+
+def _reshaped(drafter: DSparkDrafter, config: DSparkConfig) -> DSparkDrafter:
+    """One of another shape, with the same settings around its weights; those are to be filled in."""
+    new: Any = DSparkDrafter(config)
+    new.to(drafter.device, drafter.dtype)
+    new.generation_config = copy.deepcopy(drafter.generation_config)
     return new
 
 

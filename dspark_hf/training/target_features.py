@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..data.rows import fingerprint, write_whole
+from ..checkpoints.files import write_whole
+from ..data.rows import fingerprint
 from ..errors import UnsupportedGenerationError
 from ..target_taps import TargetTaps
 from .responses import ResponseDataset

@@ -18,6 +18,7 @@ from ..alignment import check_pair
 from ..modeling_dspark import DSparkDrafter
 from .arguments import DSparkTrainingArguments
 from .clock import CLOCK_STEPS, Clock, ClockCallback, ClockProgress, by_clock
+from .optimizer import MuonAndAdamW
 from .responses import LengthBucketSampler, Response, ResponseDataset, collate
 from .step import StepTotals, TrainingStep
 from .target_features import CachedFeatures, FeatureSource, OnlineFeatures, TargetHead
@@ -42,7 +43,8 @@ class DSparkTrainer(Trainer):
 
     Raises:
         AlignmentError: the drafter does not fit the target.
-        ValueError: no row has room for an anchor, or the drafter is not in float32.
+        ValueError: no row has room for an anchor, the drafter is not in float32, or `muon` is asked for with FSDP or
+            DeepSpeed.
     """
 
     def __init__(
@@ -100,6 +102,8 @@ class DSparkTrainer(Trainer):
             eval_dataset=datasets,
             **kwargs,
         )
+        if args.muon and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            raise ValueError("--muon needs whole matrices, but FSDP and DeepSpeed split them: leave one of them out")
         self.model_accepts_loss_kwargs = True
         self._online = OnlineFeatures(target, drafter.config.target_layer_ids)
         self.features: FeatureSource = self._online
@@ -275,7 +279,16 @@ class DSparkTrainer(Trainer):
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(str(self.state.best_model_checkpoint))
 
-    # The clock
+    # The optimizer, and the clock that its learning rate follows
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        if self.optimizer is None and self.args.muon:
+            settings = self.args
+            betas = (settings.adam_beta1, settings.adam_beta2)
+            self.optimizer = MuonAndAdamW(
+                self.drafter, settings.learning_rate, betas, settings.adam_epsilon, settings.weight_decay
+            )
+        return super().create_optimizer(*args, **kwargs)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.args.max_seconds is None:

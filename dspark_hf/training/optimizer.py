@@ -1,0 +1,74 @@
+"""Muon for the matrices of a drafter, AdamW for everything else, as one optimizer.
+
+Muon (Jordan et al. 2024) makes each step of a matrix orthogonal: all of its directions move alike, also those that the
+gradient hardly shows. Steps are scaled to the size of AdamW's (Liu et al. 2025, arXiv 2502.16982), so that one
+learning rate serves both.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..modeling_dspark import DSparkDrafter
+
+_MOMENTUM = 0.95
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Both, under one learning rate.
+
+    Args:
+        drafter: of which what requires a gradient is trained: matrices of draft layers and of `fc` by Muon; norms and
+            biases, whose directions are single numbers, and tables that are read by row (Markov head, embedding,
+            heads) by AdamW.
+        lr, weight_decay: of both.
+        betas, eps: of AdamW.
+
+    Raises:
+        ImportError: this torch has no Muon (it came with 2.9).
+    """
+
+    def __init__(self, drafter: DSparkDrafter, lr: float, betas: tuple[float, float], eps: float, weight_decay: float):
+        if not hasattr(torch.optim, "Muon"):
+            raise ImportError(
+                f"--muon needs torch 2.9 or newer, this is {torch.__version__}: leave it out, or upgrade."
+            )
+        trained = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
+        matrices = [p for name, p in trained.items() if p.ndim == 2 and name.startswith(("layers.", "fc."))]
+        others = [p for p in trained.values() if not any(p is matrix for matrix in matrices)]
+        super().__init__([{"params": matrices}, {"params": others}], {"lr": lr})
+        self._parts: tuple[torch.optim.Optimizer, ...] = (
+            torch.optim.Muon(
+                matrices, lr=lr, weight_decay=weight_decay, momentum=_MOMENTUM, adjust_lr_fn="match_rms_adamw"
+            ),
+            torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps),
+        )
+        self._share_groups()
+
+    def _share_groups(self) -> None:
+        # The groups are the parts' own: a schedule that changes a learning rate here changes it there.
+        self.param_groups = [group for part in self._parts for group in part.param_groups]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = closure() if closure is not None else None
+        for part in self._parts:
+            part.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() for part in self._parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """
+        Raises:
+            ValueError: it is that of another optimizer.
+        """
+        if len(state_dict.get("parts", ())) != len(self._parts):
+            raise ValueError(
+                "The checkpoint was written without --muon, or by something else: go on with the settings that it was "
+                "begun with, or use another `output_dir`."
+            )
+        for part, state in zip(self._parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+        self._share_groups()
