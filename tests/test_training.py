@@ -28,6 +28,7 @@ from dspark_hf.training.new_drafter import (
     choose_draft_vocabulary,
     choose_mask_token,
     with_draft_vocabulary,
+    with_markov_head,
     with_more_layers,
 )
 from dspark_hf.training.new_drafter import new_drafter as new_drafter_for
@@ -669,6 +670,20 @@ def test_a_drafter_with_more_layers_drafts_as_before_and_learns_with_all(kind, t
     for name, parameter in trained.layers[2].named_parameters():
         if "proj" in name:
             assert not torch.equal(parameter, with_more_layers(new_drafter(), 3).layers[2].get_parameter(name)), name
+
+
+@torch.no_grad()
+def test_a_gated_markov_head_starts_as_the_vanilla_one_and_learns(tmp_path):
+    old = new_drafter()
+    new = with_markov_head(old, "gated")
+    assert (new.config.markov_head_type, with_markov_head(new, "gated")) == ("gated", new)
+    ids = sequence(9, 3)
+    torch.testing.assert_close(inference_logits(new, ids, 4), inference_logits(old, ids, 4))
+    with torch.enable_grad():
+        trained = train(tmp_path, new, max_steps=2).drafter
+    assert trained.markov_head.gate_proj.weight.any()
+    with pytest.raises(ValueError, match="The drafter's Markov head is gated and is to be vanilla"):
+        with_markov_head(new, "vanilla")
 
 
 def test_layers_are_added_and_not_taken_away(tmp_path):

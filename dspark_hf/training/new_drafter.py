@@ -241,6 +241,37 @@ def with_more_layers(drafter: DSparkDrafter, num_hidden_layers: int) -> DSparkDr
     return new
 
 
+@torch.no_grad()
+def with_markov_head(drafter: DSparkDrafter, kind: str) -> DSparkDrafter:
+    """The same drafter with another kind of Markov head, in the dtype of its weights: it drafts as before until it is
+    trained.
+
+    A vanilla head becomes a gated one whose gates are all half open, behind a bias that is twice as large.
+
+    Args:
+        drafter: not changed.
+        kind: `markov_head_type` of the new one.
+
+    Raises:
+        ValueError: a head of this kind cannot start as the drafter's.
+    """
+    old = drafter.config
+    if kind == old.markov_head_type:
+        return drafter
+    if (old.markov_head_type, kind) != ("vanilla", "gated"):
+        raise ValueError(
+            f"The drafter's Markov head is {old.markov_head_type} and is to be {kind}: a vanilla head can become a "
+            "gated one, no other can be changed."
+        )
+    new = _reshaped(drafter, DSparkConfig.from_dict({**old.to_dict(), "markov_head_type": kind}))
+    new.load_state_dict(drafter.state_dict(), strict=False)
+    head: Any = new.markov_head
+    head.gate_proj.weight.zero_()
+    head.gate_proj.bias.zero_()
+    head.markov_w2.weight.mul_(2)
+    return new
+
+
 def _reshaped(drafter: DSparkDrafter, config: DSparkConfig) -> DSparkDrafter:
     """One of another shape, with the same settings around its weights; those are to be filled in."""
     new: Any = DSparkDrafter(config)

@@ -21,6 +21,7 @@ from .new_drafter import (
     choose_mask_token,
     new_drafter,
     with_draft_vocabulary,
+    with_markov_head,
     with_more_layers,
 )
 from .responses import Response, read_responses, split_held_out
@@ -35,8 +36,8 @@ _LAST_WRITTEN = "trainer_state.json"
 # Fields of a new drafter, by the setting that says them.
 _SHAPE: tuple[str, ...] = ("num_hidden_layers", "block_size", "markov_head_type", "markov_rank")
 _SHAPE += ("target_layer_ids", "mask_token_id")
-# What a drafter to start from can get more of.
-_ADDABLE = "num_hidden_layers"
+# What a drafter to start from can get.
+_ADDABLE = ("num_hidden_layers", "markov_head_type")
 # What makes a DFlash drafter of one, and its objective.
 _DFLASH_SHAPE = {"markov_head_type": "none", "sample_from_anchor": False, "enable_confidence_head": False}
 _DFLASH_WEIGHTS = {"cross_entropy_weight": 1.0, "distance_weight": 0.0, "confidence_weight": 0.0}
@@ -68,7 +69,10 @@ class TrainSettings(DSparkTrainingArguments):
     )
     block_size: int | None = field(default=None, metadata={"help": "positions of a block; default: 7"})
     markov_head_type: str | None = field(
-        default=None, metadata={"help": "none, vanilla, gated or rnn; default: vanilla"}
+        default=None,
+        metadata={
+            "help": "none, vanilla, gated or rnn; default: vanilla, or that of --drafter, which can become gated"
+        },
     )
     markov_rank: int | None = field(default=None, metadata={"help": "rank of the Markov head; default: 256"})
     target_layer_ids: list[int] | None = field(
@@ -98,7 +102,7 @@ class TrainSettings(DSparkTrainingArguments):
             raise ValueError("--data is missing: files with responses of the target (`dspark-hf data` writes them)")
         if self.held_out_every < 0:
             raise ValueError(f"--held-out-every is {self.held_out_every}, it must be 0 or more")
-        given = [name for name in (*_SHAPE, "init_layer_ids") if name != _ADDABLE and getattr(self, name, None)]
+        given = [name for name in (*_SHAPE, "init_layer_ids") if name not in _ADDABLE and getattr(self, name, None)]
         if self.drafter is not None and given:
             raise ValueError(
                 f"--{given[0].replace('_', '-')} is of a new drafter, but --drafter names one to start from"
@@ -240,7 +244,11 @@ def _make_drafter(
     if settings.drafter is not None:
         drafter = DSparkDrafter.from_pretrained(settings.drafter, dtype=torch.float32).to(target.device)
         drafter = drafter if draft_ids is None else with_draft_vocabulary(drafter, target, draft_ids)
-        return drafter if settings.num_hidden_layers is None else with_more_layers(drafter, settings.num_hidden_layers)
+        if settings.num_hidden_layers is not None:
+            drafter = with_more_layers(drafter, settings.num_hidden_layers)
+        if settings.markov_head_type is not None:
+            drafter = with_markov_head(drafter, settings.markov_head_type)
+        return drafter
     shape: dict[str, Any] = {"target_model_name_or_path": TARGET_ID} if settings.target is None else {}
     shape |= settings.shape
     if settings.train_lm_head:
