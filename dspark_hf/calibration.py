@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .checkpoints.files import optional_file
+from .checkpoints.files import optional_file, write_whole
 
 CALIBRATION_NAME = "dspark_calibration.json"
 
@@ -124,7 +124,7 @@ class Calibration:
     def save(self, folder: str | os.PathLike) -> Path:
         """Writes `dspark_calibration.json` into a folder, beside the drafter."""
         path = Path(folder) / CALIBRATION_NAME
-        path.write_text(json.dumps(asdict(self), indent=1, allow_nan=True) + "\n", encoding="utf-8")
+        write_whole(path, asdict(self))
         return path
 
     @classmethod
@@ -150,7 +150,15 @@ class Calibration:
     @classmethod
     def _from_dict(cls, fields: dict[str, Any]) -> "Calibration":
         positions = [
-            PositionReport(**{**p, "before": Reliability(**p["before"]), "after": Reliability(**p["after"])})
+            PositionReport(
+                **{
+                    **p,
+                    # JSON knows no NaN.
+                    "auc": float("nan") if p["auc"] is None else p["auc"],
+                    "before": Reliability(**p["before"]),
+                    "after": Reliability(**p["after"]),
+                }
+            )
             for p in fields.get("positions", [])
         ]
         return cls(

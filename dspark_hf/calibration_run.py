@@ -12,7 +12,7 @@ from .calibration import Calibration
 from .comparison import PairSettings, check_folders, drafter_name, encode_prompt, load_pair, target_name
 from .figures import plot_reliability, require_matplotlib
 from .prompt_files import PROMPTS_FILE, evenly_spread, read_prompts
-from .reports import console_for, finite, json_field, write_json
+from .reports import console_for, json_field, write_json
 
 
 @dataclass
@@ -92,7 +92,7 @@ def run_calibration(settings: CalibrationSettings) -> Calibration:
     if settings.plot is not None:
         plot_reliability(calibration, settings.plot)
         say(f"wrote {settings.plot}")
-    write_json({"file": str(path), **finite(asdict(calibration))}, settings.json)
+    write_json({"file": str(path), **asdict(calibration)}, settings.json)
     return calibration
 
 

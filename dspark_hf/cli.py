@@ -36,7 +36,7 @@ from .hub import PushSettings, run_push
 from .inspect_run import InspectSettings, run_inspect
 from .profile_run import ProfileSettings, run_profile
 from .prompt_files import numbered_lines
-from .reports import STANDARD_OUTPUT, console_for, finite, json_field, write_json
+from .reports import STANDARD_OUTPUT, console_for, json_field, write_json
 from .training.run import TrainSettings, report_of, run_training
 
 
@@ -98,7 +98,7 @@ def _train(settings: TrainSettings) -> int:
     with redirect_stdout(sys.stderr) if settings.json == STANDARD_OUTPUT else nullcontext():
         trainer = run_training(settings)
     if settings.process_index == 0:
-        write_json(finite(report_of(trainer)), settings.json)
+        write_json(report_of(trainer), settings.json)
     return 0
 
 

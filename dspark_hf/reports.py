@@ -5,13 +5,14 @@
 
 import io
 import json
-import math
 import sys
 from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+
+from .checkpoints.files import finite
 
 STANDARD_OUTPUT = "-"
 
@@ -37,20 +38,11 @@ def console_for(path: str | None, width: int | None = None) -> Console:
 
 
 def write_json(report: Any, path: str | None) -> None:
-    """Writes a report where `--json` says."""
+    """Writes a report where `--json` says; what is not a number, which JSON does not know, as `null`."""
     if path is None:
         return
-    text = json.dumps(report, indent=2, allow_nan=False) + "\n"
+    text = json.dumps(finite(report), indent=2, allow_nan=False) + "\n"
     if path == STANDARD_OUTPUT:
         sys.stdout.write(text)
     else:
         Path(path).write_text(text, encoding="utf-8")
-
-
-def finite(report: Any) -> Any:
-    """A report with `None` for what is not a number, which JSON does not know."""
-    if isinstance(report, dict):
-        return {name: finite(value) for name, value in report.items()}
-    if isinstance(report, (list, tuple)):
-        return [finite(value) for value in report]
-    return None if isinstance(report, float) and not math.isfinite(report) else report

@@ -133,7 +133,8 @@ class TestFile:
 
     def test_areas_that_do_not_exist_come_back_too(self, tmp_path):
         positions = report(torch.zeros(3, 1), torch.tensor([1, 1, 1]), [1.0])
-        Calibration([1.0], positions).save(tmp_path)
+        path = Calibration([1.0], positions).save(tmp_path)
+        assert "NaN" not in path.read_text()  # which is no JSON
         assert math.isnan(Calibration.load(tmp_path).positions[0].auc)
 
     def test_a_folder_without_one_has_none(self, tmp_path):

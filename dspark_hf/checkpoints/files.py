@@ -1,6 +1,7 @@
 """Where the files of a checkpoint are and what their headers say. Knows nothing about formats."""
 
 import json
+import math
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -54,11 +55,21 @@ def optional_file(source: str | os.PathLike, name: str, **location: Any) -> str 
     )
 
 
+def finite(content: Any) -> Any:
+    """The same with `None` for what is not a number, which JSON does not know."""
+    if isinstance(content, Mapping):
+        return {name: finite(value) for name, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
 def write_whole(path: Path, content: Mapping[str, Any]) -> None:
     """Writes a JSON file, by a rename at the end: whoever reads meanwhile finds the old file or the new one, whole."""
     # Several processes may write it at once.
     staged = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    staged.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(finite(content), indent=2, ensure_ascii=False, allow_nan=False)
+    staged.write_text(text + "\n", encoding="utf-8")
     os.replace(staged, path)
 
 
