@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from kit import FAMILIES, VOCAB, assert_lossless, hooks_of, inputs, new_drafter, target
 from transformers import AutoModelForCausalLM, FalconConfig, MptConfig, OPTConfig, TrainerCallback
 
@@ -38,6 +39,8 @@ from dspark_hf.training.run import TrainSettings, run_training, table_of
 from dspark_hf.training.step import TrainingStep
 from dspark_hf.training.target_features import CachedFeatures, OnlineFeatures, TargetHead
 from dspark_hf.training.trainer import DSparkTrainer
+
+NEEDS_MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.9")
 
 KINDS = {
     "vanilla": {},
@@ -339,7 +342,7 @@ class Kill(TrainerCallback):
 
 
 @pytest.mark.parametrize("killed_after", [3, 6, 7])
-@pytest.mark.parametrize(("accumulation", "muon"), [(1, False), (2, False), (1, True)])
+@pytest.mark.parametrize(("accumulation", "muon"), [(1, False), (2, False), pytest.param(1, True, marks=NEEDS_MUON)])
 def test_a_killed_run_goes_on_as_if_nothing_had_been(killed_after, accumulation, muon, tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": accumulation, "muon": muon}
     whole = train(tmp_path / "whole", **settings)
@@ -359,6 +362,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(killed_after, accumulation,
     assert losses[0] == losses[1]
 
 
+@NEEDS_MUON
 def test_muon_turns_the_matrices_of_the_layers_and_adamw_the_rest(tmp_path):
     trainer = train(tmp_path, muon=True, max_steps=1, warmup_steps=0, weight_decay=0.0)
     start, rate = new_drafter().state_dict(), 3e-3
@@ -374,10 +378,26 @@ def test_muon_turns_the_matrices_of_the_layers_and_adamw_the_rest(tmp_path):
     assert rates == [0.0, 0.0]  # what the schedule says after the last step
 
 
-def test_a_run_by_muon_is_not_gone_on_with_without(tmp_path):
-    train(tmp_path, muon=False, max_steps=2, save_strategy="steps", save_steps=2)
-    with pytest.raises(ValueError, match="was written without --muon"):
-        train(tmp_path, muon=True, resume=True)
+@NEEDS_MUON
+@pytest.mark.parametrize("muon", [False, True])
+def test_a_run_is_not_gone_on_with_another_optimizer(muon, tmp_path):
+    train(tmp_path, muon=muon, max_steps=2, save_strategy="steps", save_steps=2)
+    with pytest.raises(ValueError, match="checkpoint-2 holds the state of another optimizer"):
+        train(tmp_path, muon=not muon, resume=True)
+
+
+def test_muon_needs_a_torch_that_has_it(tmp_path, monkeypatch):
+    monkeypatch.delattr(torch.optim, "Muon", raising=False)
+    with pytest.raises(ImportError, match="--muon needs torch 2.9 or newer"):
+        train(tmp_path, muon=True)
+
+
+@NEEDS_MUON
+def test_muon_refuses_matrices_in_pieces(tmp_path, monkeypatch):
+    plugin = SimpleNamespace(activation_checkpointing=False)
+    monkeypatch.setattr(AcceleratorState, "fsdp_plugin", plugin, raising=False)
+    with pytest.raises(ValueError, match="--muon needs whole matrices"):
+        train(tmp_path, muon=True)
 
 
 def test_accumulated_steps_equal_large_ones(tmp_path):

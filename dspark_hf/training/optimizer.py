@@ -62,13 +62,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """
         Raises:
-            ValueError: it is that of another optimizer.
+            KeyError: it is that of another optimizer.
         """
-        if len(state_dict.get("parts", ())) != len(self._parts):
-            raise ValueError(
-                "The checkpoint was written without --muon, or by something else: go on with the settings that it was "
-                "begun with, or use another `output_dir`."
-            )
         for part, state in zip(self._parts, state_dict["parts"], strict=True):
             part.load_state_dict(state)
         self._share_groups()

@@ -290,6 +290,15 @@ class DSparkTrainer(Trainer):
             )
         return super().create_optimizer(*args, **kwargs)
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        try:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        except (KeyError, ValueError) as error:
+            raise ValueError(
+                f"{checkpoint} holds the state of another optimizer ({error}). Go on with the `muon` and `optim` that "
+                "the run was begun with, or use another `output_dir`."
+            ) from error
+
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.args.max_seconds is None:
             return super().create_scheduler(num_training_steps, optimizer)
