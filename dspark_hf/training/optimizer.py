@@ -24,9 +24,6 @@ class MuonAndAdamW(torch.optim.Optimizer):
             heads) by AdamW.
         lr, weight_decay: of both.
         betas, eps: of AdamW.
-
-    Raises:
-        ImportError: this torch has no Muon (it came with 2.9).
     """
 
     def __init__(self, drafter: DSparkDrafter, lr: float, betas: tuple[float, float], eps: float, weight_decay: float):
