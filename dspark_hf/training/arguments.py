@@ -82,7 +82,7 @@ class DSparkTrainingArguments(TrainingArguments):
                 "--num-anchors or --per-device-train-batch-size"
             )
         if self.muon and not hasattr(torch.optim, "Muon"):
-            raise ImportError(f"--muon needs torch 2.9 or newer, this is {torch.__version__}: upgrade, or leave it out")
+            raise ImportError(f"--muon needs torch 2.9 or newer, here is {torch.__version__}: upgrade or leave it out")
         if self.push_to_hub:
             raise ValueError("--push-to-hub is not supported here: publish the drafter with `dspark-hf push`")
         if self.dataloader_persistent_workers:
