@@ -5,9 +5,11 @@ import gzip
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +24,7 @@ from dspark_hf import DSparkCandidateGenerator, DSparkDrafter
 from dspark_hf.borrowing import head_of
 from dspark_hf.calibration import Calibration
 from dspark_hf.figures import plot_training
-from dspark_hf.training import objective
+from dspark_hf.training import feature_store, objective, target_features
 from dspark_hf.training.arguments import DSparkTrainingArguments
 from dspark_hf.training.blocks import draft_positions, markov_latents, run_blocks
 from dspark_hf.training.new_drafter import (
@@ -190,6 +192,7 @@ def naive_terms(drafter, coefficients, rows: list[list[int]], anchors: list[list
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "no markov", "reduced vocabulary", "softcap"])
 def test_loss_and_gradients_are_those_of_the_definition(kind, cached, temperature, monkeypatch):
     monkeypatch.setattr(objective, "_CHUNK_LOGITS", 5 * VOCAB)
+    monkeypatch.setattr(target_features, "_KEPT", torch.float32)
     drafter, coefficients = make_drafter(kind), ObjectiveWeights(0.3, 0.7, 0.5, 3.0, temperature)
     rows, anchors = [sequence(15, 1), sequence(12, 2)], [[2, 6, 11], [3, 8]]
     expected, weight, acceptances = naive_terms(drafter, coefficients, rows, anchors)
@@ -202,7 +205,6 @@ def test_loss_and_gradients_are_those_of_the_definition(kind, cached, temperatur
         if cached:
             dataset = ResponseDataset([Response(row[:2], row[2:], "x", 1) for row in rows], 9, 99)
             features = CachedFeatures(online, TargetHead(target(), temperature), [dataset])
-            features._context, features._final = features._context.float(), features._final.float()
         totals = TrainingStep(drafter, target(), coefficients)(batch, features(batch))
     totals.loss.backward()
     torch.testing.assert_close(totals.loss, expected, rtol=1e-4, atol=1e-4)
@@ -513,13 +515,111 @@ def test_the_training_curve_shows_each_run(tmp_path):
     close(figure)
 
 
-def test_a_cache_of_features_changes_nothing_but_rounding(tmp_path):
-    plain = train(tmp_path / "a", max_steps=12)
-    kept = train(tmp_path / "b", max_steps=12, feature_cache=str(tmp_path / "features"))
-    again = train(tmp_path / "c", max_steps=12, feature_cache=str(tmp_path / "features"))
-    losses = [[e["loss"] for e in t.state.log_history if "loss" in e] for t in (plain, kept, again)]
-    assert losses[1] == pytest.approx(losses[0], rel=2e-2)
-    assert losses[2] == losses[1]
+def losses_of(trainer: DSparkTrainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_a_cache_of_features_changes_nothing_but_rounding(bits, tmp_path):
+    plain = losses_of(train(tmp_path / "a", max_steps=12))
+    cache = {"feature_cache": str(tmp_path / "features"), "feature_cache_bits": bits}
+    kept = losses_of(train(tmp_path / "b", max_steps=12, **cache))
+    assert kept == pytest.approx(plain, rel=2e-2)
+    assert kept != plain
+    in_memory = losses_of(train(tmp_path / "c", max_steps=12, **{**cache, "feature_cache": "memory"}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OnlineFeatures, "__call__", None)  # the target rests
+        again = losses_of(train(tmp_path / "d", max_steps=12, **cache))
+    assert kept == in_memory == again
+
+
+def test_a_cache_is_written_in_files_and_serves_other_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(feature_store, "_BYTES_OF_A_SHARD", 4000)
+    rows, seen = responses(), []
+    run = OnlineFeatures.__call__
+
+    def noted(self, batch):
+        seen.extend(batch["row_ids"].tolist())
+        return run(self, batch)
+
+    monkeypatch.setattr(OnlineFeatures, "__call__", noted)
+
+    def features_of(some: Sequence[Response], folder: Path = tmp_path / "features") -> tuple[CachedFeatures, list]:
+        dataset = ResponseDataset(some, 4, 99)
+        with OnlineFeatures(target(), [1, 2]) as online:
+            cache = CachedFeatures(online, TargetHead(target()), [dataset], folder)
+            missing = cache.num_missing_bytes
+            found = [cache(collate([dataset[i]])) for i in range(len(some))]
+            cache.flush()
+        return missing, found
+
+    first_missing, first = features_of(rows[:10])
+    files = list((tmp_path / "features").glob("*.safetensors"))
+    assert len(files) > 1
+    assert 0.8 < sum(file.stat().st_size for file in files) / first_missing < 1.5
+    assert seen == [*range(10)]
+    # Others in front, so that the numbers of the rows are other ones.
+    seen.clear()
+    missing, found = features_of(rows[14:4:-1])
+    assert seen == [0, 1, 2, 3, 4]
+    assert 0.3 < missing / first_missing < 0.7
+    for row in range(5, 10):
+        for name in ("context", "final", "log_normalizer"):
+            assert torch.equal(getattr(found[14 - row], name), getattr(first[row], name))
+    # A run that another one writes beside.
+    seen.clear()
+    with OnlineFeatures(target(), [1, 2]) as online:
+        dataset = ResponseDataset(rows, 4, 99)
+        cache = CachedFeatures(online, TargetHead(target()), [dataset], tmp_path / "features")
+        features_of(rows[15:18])
+        seen.clear()
+        cache(collate([dataset[16]]))
+    assert seen == []
+
+
+def test_what_a_kill_left_of_a_cache_is_cleared_or_named(tmp_path):
+    settings = {"max_steps": 1, "feature_cache": str(tmp_path / "features")}
+    train(tmp_path / "a", **settings)
+    old, new = (tmp_path / "features" / name for name in ("states-1-00000.tmp", "states-2-00000.tmp"))
+    for path in (old, new):
+        path.touch()
+    os.utime(old, (0, 0))
+    train(tmp_path / "b", **settings)
+    assert (old.exists(), new.exists()) == (False, True)
+    (tmp_path / "features" / "states-3-00000.safetensors").write_bytes(b"half")
+    with pytest.raises(OSError, match=r"states-3-00000\.safetensors cannot be read .* Delete it"):
+        train(tmp_path / "c", **settings)
+
+
+def test_a_cache_that_there_is_no_room_for_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(ValueError, match=r"GB more, but .*features has room for 0\.00 GB"):
+        train(tmp_path / "a", feature_cache=str(tmp_path / "features"))
+
+
+def test_8_bits_are_near_what_they_stand_for():
+    states = torch.randn(5, 96)
+    states[:, 7] *= 300  # such channels there are
+    states[2] = 0.0
+    quantized, scales = feature_store.in_8_bits(states.bfloat16())
+    assert (quantized.dtype, quantized.shape, scales.shape) == (torch.int8, (5, 96), (5, 3))
+    back = feature_store.of_8_bits(quantized, scales).float().unflatten(1, (3, 32))
+    wanted = states.bfloat16().float().unflatten(1, (3, 32))
+    assert ((back - wanted).abs() <= 0.006 * wanted.abs().amax(dim=-1, keepdim=True)).all()
+
+
+@pytest.mark.parametrize("killed_after", [3, 6])
+def test_a_killed_run_with_a_cache_goes_on_as_if_nothing_had_been(killed_after, tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 2}
+    whole = train(tmp_path / "whole", feature_cache=str(tmp_path / "one"), **settings)
+    cache = {"feature_cache": str(tmp_path / "other")}
+    with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
+        # A power cut: nothing is put down behind it.
+        patch.setattr(DSparkTrainer, "close", lambda self: self._online.close())
+        train(tmp_path / "killed", callbacks=[Kill(killed_after)], **cache, **settings)
+    resumed = train(tmp_path / "killed", new_drafter(), resume=True, **cache, **settings)
+    for name, tensor in whole.drafter.state_dict().items():
+        assert torch.equal(resumed.drafter.state_dict()[name], tensor), name
 
 
 @pytest.mark.parametrize("cached", [False, True])
@@ -559,7 +659,8 @@ def test_targets_that_name_their_sizes_otherwise(name):
     ("change", "message"),
     [
         ({"target_layer_ids": [0, 1]}, "`target_layer_ids` is"),
-        ({"max_length": 8}, "`rows` is"),
+        ({"temperature": 0.5}, "`temperature` is"),
+        ({"feature_cache_bits": 8}, "`bits` is"),
     ],
 )
 def test_a_cache_of_something_else_is_refused(change, message, tmp_path):

@@ -45,6 +45,9 @@ class DSparkTrainingArguments(TrainingArguments):
             "each time"
         },
     )
+    feature_cache_bits: int = field(
+        default=16, metadata={"help": "of each value of the tapped states that --feature-cache keeps: 16, or 8"}
+    )
     eval_prompts: int = field(
         default=0,
         metadata={
@@ -72,6 +75,8 @@ class DSparkTrainingArguments(TrainingArguments):
         for name in ("cross_entropy_weight", "distance_weight", "confidence_weight", "eval_prompts"):
             if getattr(self, name) < 0:
                 raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}, it must not be negative")
+        if self.feature_cache_bits not in (8, 16):
+            raise ValueError(f"--feature-cache-bits is {self.feature_cache_bits}, it must be 8 or 16")
         for name in ("position_decay", "max_seconds", "temperature"):
             value = getattr(self, name)
             if value is not None and value <= 0:

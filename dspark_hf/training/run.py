@@ -278,6 +278,5 @@ def _describe(trainer: "DSparkTrainer", held_out: Sequence[Response], report: Ca
     report(f"{trained:,} trained parameters.")
     if isinstance(trainer.features, CachedFeatures):
         where = "in memory" if trainer.args.feature_cache == "memory" else f"in {trainer.args.feature_cache}"
-        report(
-            f"The target's hidden states take {trainer.features.num_bytes / 1e9:.2f} GB {where}, once all are there."
-        )
+        total, missing = (size / 1e9 for size in (trainer.features.num_bytes, trainer.features.num_missing_bytes))
+        report(f"The target's hidden states take {total:.2f} GB {where}; {total - missing:.2f} GB are there already.")

@@ -3,26 +3,25 @@
 The target is frozen. Logits are made only where a draft token is supervised, never for a whole sequence.
 """
 
-import hashlib
-import json
-import math
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..checkpoints.files import write_whole
 from ..data.rows import fingerprint
 from ..errors import UnsupportedGenerationError
 from ..target_taps import TargetTaps
+from .feature_store import FeatureStore, MemoryStore, ShardStore, States, in_8_bits, of_8_bits, row_key
 from .responses import ResponseDataset
 
 # How far logits that are made here may differ from the target's own, relative to the largest one.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+# Dtype of states that are kept.
+_KEPT = torch.bfloat16
 # Positions whose full-vocabulary logits exist at once.
 _CHUNK = 128
 
@@ -157,7 +156,7 @@ class OnlineFeatures:
 
 
 class CachedFeatures:
-    """Runs the target for a row once and keeps the states, in bfloat16: from the second epoch on the target rests.
+    """Runs the target for a row once and keeps the states: from the second epoch on the target rests.
 
     Rows are known by their `row_ids`.
 
@@ -165,11 +164,16 @@ class CachedFeatures:
         online: runs the target.
         head: the target's, for the normalizers.
         datasets: the rows; ids go on from one to the next.
-        folder: where the states are kept, for a restart as well; `None`: in memory. Several processes of one machine
-            may share it.
+        folder: where the states are kept, for other runs as well, of these and of other rows; `None`: in memory.
+        bits: of a value of the tapped states. 16: bfloat16. 8: half the size, and an error of up to 0.4 % of the
+            largest of 64 neighbours. Final states, which the target's distributions are made of, are in bfloat16.
+
+    Attributes:
+        num_bytes: size of the states of all rows.
+        num_missing_bytes: of those that are not kept yet.
 
     Raises:
-        ValueError: the folder holds states of another target, of other layers or of other rows.
+        ValueError: the folder holds states of another target, of other layers or in other bits, or there is no room.
     """
 
     def __init__(
@@ -178,88 +182,83 @@ class CachedFeatures:
         head: TargetHead,
         datasets: Sequence[ResponseDataset],
         folder: Path | None = None,
+        bits: int = 16,
     ):
-        self._online, self._head = online, head
-        self._lengths = [length for dataset in datasets for length in dataset.lengths]
+        self._online, self._head, self._bits = online, head, bits
         self._response_starts = [len(row.prompt_ids) for dataset in datasets for row in dataset.rows]
-        self._offsets = [0, *accumulate(self._lengths)]
+        self._keys = [
+            row_key(row, length)
+            for dataset in datasets
+            for row, length in zip(dataset.rows, dataset.lengths, strict=True)
+        ]
+        lengths = dict(zip(self._keys, (n for dataset in datasets for n in dataset.lengths), strict=True))
+        per_token = (1.0625 if bits == 8 else 2) * online.context_width + 2 * online.final_width + 4
+        self.num_bytes = self.num_missing_bytes = int(per_token * sum(lengths.values()))
+        self._store: FeatureStore = MemoryStore()
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            _claim(
-                folder / "cache.json", {**online.identity, "temperature": head.temperature, "rows": _digest(datasets)}
-            )
-        total = self._offsets[-1]
-        self._context = _store(folder, "context", (total, online.context_width), torch.bfloat16)
-        self._final = _store(folder, "final", (total, online.final_width), torch.bfloat16)
-        self._normalizer = _store(folder, "normalizer", (total,), torch.float32)
-        # Set last: a row that a kill cut short counts as missing.
-        self._is_known = _store(folder, "is_known", (len(self._lengths),), torch.bool)
+            store = ShardStore(folder, {**online.identity, "temperature": head.temperature, "bits": bits})
+            self.num_missing_bytes = int(per_token * sum(n for key, n in lengths.items() if key not in store))
+            free = shutil.disk_usage(folder).free
+            if free < self.num_missing_bytes:
+                raise ValueError(
+                    f"The states of these rows take {self.num_missing_bytes / 1e9:.2f} GB more, but {folder} has room "
+                    f"for {free / 1e9:.2f} GB. Name another folder, take 8 bits, or fewer rows."
+                )
+            self._store = store
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of the cache when every row is in it."""
-        return sum(t.numel() * t.element_size() for t in (self._context, self._final, self._normalizer))
+    def flush(self) -> None:
+        """Puts down what a kill would lose."""
+        self._store.flush()
 
     def __call__(self, batch: dict[str, torch.Tensor]) -> TargetFeatures:
         """The features of a batch as `responses.collate` makes it."""
-        missing = (~self._is_known[batch["row_ids"].cpu()]).nonzero()[:, 0]
-        if len(missing):
-            self._fill({name: values[missing.to(values.device)] for name, values in batch.items()})
         rows, longest, device = batch["row_ids"].tolist(), batch["input_ids"].shape[1], batch["input_ids"].device
-        parts = []
-        for store in (self._context, self._final, self._normalizer):
-            padded = store.new_zeros((len(rows), longest, *store.shape[1:]))
-            for i, row in enumerate(rows):
-                padded[i, : self._lengths[row]] = store[self._offsets[row] : self._offsets[row + 1]]
-            parts.append(padded.to(device))
-        return TargetFeatures(*parts)
+        kept = [self._store.get(self._keys[row]) for row in rows]
+        missing = [i for i, states in enumerate(kept) if states is None]
+        if missing:
+            some = torch.tensor(missing, device=device)
+            found = self._states_of({name: values[some.to(values.device)] for name, values in batch.items()})
+            for i, states in zip(missing, found, strict=True):
+                kept[i] = states
+                self._store.put(self._keys[rows[i]], states)
+        columns = zip(*(self._unpacked(states) for states in kept if states is not None), strict=True)
+        return TargetFeatures(*(_padded(column, longest).to(device) for column in columns))
 
-    def _fill(self, batch: dict[str, torch.Tensor]) -> None:
+    def _states_of(self, batch: dict[str, torch.Tensor]) -> list[States]:
+        """The target's states of some rows, as they are kept."""
         lengths = batch["lengths"].tolist()
         found = self._online({**batch, "input_ids": batch["input_ids"][:, : max(lengths)]})
+        packed: list[States] = []
         for i, (row, length) in enumerate(zip(batch["row_ids"].tolist(), lengths, strict=True)):
-            start, end = self._offsets[row], self._offsets[row + 1]
-            self._context[start:end] = found.context[i, :length].to(self._context)
-            self._final[start:end] = found.final[i, :length].to(self._final)
+            # Copies: a view would keep the whole batch.
+            context, final = (
+                states[i, :length].to("cpu", _KEPT, copy=True) for states in (found.context, found.final)
+            )
             # Nothing before the response is supervised.
             first = self._response_starts[row]
-            states = self._final[start + first : end].to(found.final.device)
-            self._normalizer[start + first : end] = self._head.log_normalizer(states).cpu()
-            self._is_known[row] = True
+            normalizer = torch.zeros(length)
+            normalizer[first:] = self._head.log_normalizer(final[first:].to(found.final.device)).cpu()
+            states = {"final": final, "log_normalizer": normalizer}
+            if self._bits == 8:
+                states["context"], states["context_scales"] = in_8_bits(context)
+            else:
+                states["context"] = context
+            packed.append(states)
+        return packed
+
+    def _unpacked(self, states: States) -> tuple[torch.Tensor, ...]:
+        context = states["context"]
+        if self._bits == 8:
+            context = of_8_bits(context, states["context_scales"])
+        return context, states["final"], states["log_normalizer"]
 
 
-def _store(folder: Path | None, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of zeros in memory, which is taken as it fills, or in a file, as it was left."""
-    if folder is None:
-        return torch.zeros(shape, dtype=dtype)
-    path, size = folder / f"{name}.bin", math.prod(shape)
-    num_bytes = size * dtype.itemsize
-    if path.exists() and path.stat().st_size != num_bytes:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes, expected {num_bytes}. Delete the folder.")
-    return torch.from_file(str(path), shared=True, size=size, dtype=dtype).view(shape)
-
-
-def _claim(path: Path, identity: dict[str, Any]) -> None:
-    """Marks a folder as the cache of these states, or refuses one that is of others."""
-    if path.exists():
-        found = json.loads(path.read_text(encoding="utf-8"))
-        differing = [name for name in identity if found.get(name) != identity[name]]
-        if differing:
-            name = differing[0]
-            raise ValueError(
-                f"{path.parent} holds hidden states of another run: `{name}` is {found.get(name)} there and "
-                f"{identity[name]} here. Use another folder, or delete this one."
-            )
-    else:
-        write_whole(path, identity)
-
-
-def _digest(datasets: Sequence[ResponseDataset]) -> str:
-    digest = hashlib.sha256()
-    for dataset in datasets:
-        for row, length in zip(dataset.rows, dataset.lengths, strict=True):
-            digest.update(json.dumps((row.prompt_ids, row.response_ids, length)).encode())
-    return digest.hexdigest()
+def _padded(rows: Sequence[torch.Tensor], length: int) -> torch.Tensor:
+    """`[l, ...]` of each row to `[B, length, ...]`, with zeros behind."""
+    padded = rows[0].new_zeros((len(rows), length, *rows[0].shape[1:]))
+    for i, row in enumerate(rows):
+        padded[i, : len(row)] = row
+    return padded
 
 
 FeatureSource = Callable[[dict[str, torch.Tensor]], TargetFeatures]

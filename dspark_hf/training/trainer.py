@@ -111,7 +111,7 @@ class DSparkTrainer(Trainer):
             kept = [self.train_dataset, *(datasets.values() if isinstance(datasets, dict) else [datasets])]
             head = TargetHead(target, args.temperature)
             folder = None if args.feature_cache == "memory" else Path(args.feature_cache)
-            self.features = CachedFeatures(self._online, head, [d for d in kept if d], folder)
+            self.features = CachedFeatures(self._online, head, [d for d in kept if d], folder, args.feature_cache_bits)
         self._has_confidence = drafter.confidence_head is not None and args.confidence_weight > 0
         self._evaluated_rows: set[int] = set()
         self._train_totals: _Totals | None = None
@@ -241,6 +241,15 @@ class DSparkTrainer(Trainer):
 
     # Saving: a checkpoint is a drafter that `from_pretrained` opens.
 
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        # The rows before it must come back as they were; those behind it are computed again, in the same batches.
+        self._flush_features()
+        super()._save_checkpoint(*args, **kwargs)
+
+    def _flush_features(self) -> None:
+        if isinstance(self.features, CachedFeatures):
+            self.features.flush()
+
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         output_dir = str(output_dir if output_dir is not None else self.args.output_dir)
         if state_dict is not None:
@@ -313,6 +322,7 @@ class DSparkTrainer(Trainer):
 
     def close(self) -> None:
         """Takes the hooks off the target; no step can follow."""
+        self._flush_features()
         self._online.close()
 
 
