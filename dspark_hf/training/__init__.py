@@ -7,15 +7,23 @@
     trainer.train()
     trainer.save_model()
 
-In the order in which data flow: `responses` (rows, anchors, batches) -> `target_features` (what is read of the target)
--> `blocks` (all blocks of a batch in one pass) -> `objective` -> `step` -> `trainer`, with the settings of
-`arguments`; `new_drafter` makes what is trained, `run` is the command `dspark-hf train`.
+In the order in which data flow: `responses` (rows, anchors, batches) -> `target_features` (what is read of the target;
+`feature_store` keeps it) -> `blocks` (all blocks of a batch in one pass) -> `objective` -> `step` -> `optimizer` ->
+`trainer`, with the settings of `arguments`; `new_drafter` makes what is trained, `run` is the command `dspark-hf train`.
 """
 
 from typing import TYPE_CHECKING, Any
 
 from .arguments import DSparkTrainingArguments
-from .new_drafter import choose_draft_vocabulary, choose_mask_token, drafter_config, new_drafter
+from .new_drafter import (
+    choose_draft_vocabulary,
+    choose_mask_token,
+    drafter_config,
+    new_drafter,
+    with_draft_vocabulary,
+    with_markov_head,
+    with_more_layers,
+)
 from .responses import Response, read_responses, split_held_out
 
 if TYPE_CHECKING:
@@ -31,6 +39,9 @@ __all__ = [
     "new_drafter",
     "read_responses",
     "split_held_out",
+    "with_draft_vocabulary",
+    "with_markov_head",
+    "with_more_layers",
 ]
 
 
