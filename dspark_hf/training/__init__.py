@@ -9,7 +9,8 @@
 
 In the order in which data flow: `responses` (rows, anchors, batches) -> `target_features` (what is read of the target;
 `feature_store` keeps it) -> `blocks` (all blocks of a batch in one pass) -> `objective` -> `step` -> `optimizer` ->
-`trainer`, with the settings of `arguments`; `new_drafter` makes what is trained, `run` is the command `dspark-hf train`.
+`trainer`, with the settings of `arguments`; `new_drafter` makes what is trained, `run` is the command
+`dspark-hf train`.
 """
 
 from typing import TYPE_CHECKING, Any
