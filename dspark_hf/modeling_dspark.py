@@ -202,6 +202,11 @@ class BlockMasks:
             ends = self.key_lengths.to(device) - first
         query = torch.arange(self.block_length, device=device)[:, None]
         key = torch.arange(num_keys, device=device) - (ends[:, None, None] - self.block_length)
+        return self._sees(layer_type, query, key).expand(-1, self.block_length, -1)
+
+    def _sees(self, layer_type: str, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """Whether a query of the block sees a key, both by their positions from the anchor: context has negative
+        ones. The shapes are broadcast."""
         visible = key < self.block_length
         if self.config.context_window is not None:
             visible = visible & (key >= -self.config.context_window)
@@ -213,7 +218,7 @@ class BlockMasks:
                 visible = visible & (query - key < window)
             if self.config.sliding_block_causal:
                 visible = visible & (key <= query)
-        return visible.expand(-1, self.block_length, -1)
+        return visible
 
 
 class DraftAttention(nn.Module):

@@ -26,7 +26,7 @@ from dspark_hf.calibration import Calibration
 from dspark_hf.figures import plot_training
 from dspark_hf.training import feature_store, objective, target_features
 from dspark_hf.training.arguments import DSparkTrainingArguments
-from dspark_hf.training.blocks import draft_positions, markov_latents, run_blocks
+from dspark_hf.training.blocks import BLOCK_ATTENTION, draft_positions, markov_latents, run_blocks
 from dspark_hf.training.new_drafter import (
     choose_draft_vocabulary,
     choose_mask_token,
@@ -146,6 +146,27 @@ def test_a_block_sees_its_own_context_and_itself_alone(kind):
         own = torch.zeros(2, 3, config.block_size, dtype=torch.bool)
         own[b, n] = True
         assert torch.equal(of_embeds.abs().sum(-1).view_as(own) > 0, own)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_flex_attention_sees_the_same(kind):
+    drafter = make_drafter(kind)
+    config = drafter.config
+    batch = batch_of(sequence(14, 1), sequence(12, 2), anchors=[[2, 6, 7], [4, 9, -1]])
+    context = torch.randn(2, 14, len(config.target_layer_ids) * config.target_hidden_size)
+    embeds = torch.randn(2, 3 * config.block_size, config.hidden_size)
+    sdpa, flex = (
+        run_blocks(drafter, lambda ids: embeds, batch["input_ids"], batch["anchors"], context, implementation)
+        for implementation in BLOCK_ATTENTION
+    )
+    torch.testing.assert_close(flex, sdpa, atol=1e-4, rtol=1e-4)
+
+
+def test_flex_attention_is_refused_where_it_has_no_gradient(tmp_path):
+    with pytest.raises(ValueError, match="flex_attention has no gradient on a CPU"):
+        arguments(tmp_path, attn_implementation="flex_attention")
 
 
 def naive_terms(drafter, coefficients, rows: list[list[int]], anchors: list[list[int]]):

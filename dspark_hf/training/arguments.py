@@ -1,6 +1,7 @@
 """Every setting of a training run, shared by Python, command line and YAML."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from transformers import TrainingArguments
@@ -32,6 +33,10 @@ class DSparkTrainingArguments(TrainingArguments):
     )
     train_embed_tokens: bool = field(
         default=False, metadata={"help": "train the drafter's own embedding, where it has one"}
+    )
+    attn_implementation: Literal["sdpa", "flex_attention"] = field(
+        default="sdpa",
+        metadata={"help": "attention of the draft blocks; flex_attention: for many anchors on a GPU"},
     )
     # The run.
     max_seconds: float | None = field(
@@ -95,6 +100,8 @@ class DSparkTrainingArguments(TrainingArguments):
         if not torch.accelerator.is_available():
             # transformers takes half precision on a CPU, and leaves memory unpinned, only where the CPU was asked for.
             self.use_cpu = True
+        if self.attn_implementation == "flex_attention" and (self.use_cpu or not torch.accelerator.is_available()):
+            raise ValueError("--attn-implementation flex_attention has no gradient on a CPU: leave it at sdpa")
         # Batches hold anchors and row numbers, which no model's signature names.
         self.remove_unused_columns = False
         if self.max_seconds is not None and self.max_steps <= 0:

@@ -9,8 +9,11 @@ Shapes: B sequences of L positions, N blocks of each, S positions of a block, n 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from ..configuration_dspark import DSparkConfig
 from ..modeling_dspark import BlockMasks, DraftAttention, DSparkDrafter
@@ -71,6 +74,7 @@ class ManyBlockMasks(BlockMasks):
         # Known to the host once for all layers.
         self._ends = anchors.amax(dim=0).tolist()
         self._kept: dict[tuple[str, int], torch.Tensor] = {}
+        self._made_of_blocks: dict[str, BlockMask] = {}
 
     def attend(
         self, attention: DraftAttention, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
@@ -109,12 +113,65 @@ class ManyBlockMasks(BlockMasks):
         return mask.masked_fill_(~visible, torch.finfo(self.dtype).min)[:, None]
 
 
+class FlexBlockMasks(ManyBlockMasks):
+    """The same by `torch.nn.attention.flex_attention`, in one call: on a GPU its kernel passes over what no query of a
+    tile sees, and no mask is ever written out."""
+
+    def attend(
+        self, attention: DraftAttention, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        heads = query.shape[1]
+        is_grouped = heads & (heads - 1) == 0
+        if not is_grouped:
+            # Its kernel shares keys among a power of 2 of heads only.
+            keys, values = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (keys, values))
+        output = _flex_attention(query.device)(
+            query,
+            keys,
+            values,
+            block_mask=self._block_mask(attention.layer_type, query.shape[2], keys.shape[2]),
+            scale=attention.scaling,
+            enable_gqa=is_grouped,
+        )
+        return output.transpose(1, 2)
+
+    def _block_mask(self, layer_type: str, num_queries: int, num_keys: int) -> BlockMask:
+        if layer_type not in self._made_of_blocks:
+            anchors, size, num_context = self.anchors, self.block_length, self.num_context
+
+            def sees(row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+                block, own = query // size, key - num_context
+                anchor = anchors[row, block]
+                is_there = torch.where(own < 0, key < anchor, own // size == block)
+                place = torch.where(own < 0, key - anchor, own % size)
+                return is_there & self._sees(layer_type, query % size, place)
+
+            self._made_of_blocks[layer_type] = create_block_mask(
+                sees, len(anchors), None, num_queries, num_keys, device=anchors.device
+            )
+        return self._made_of_blocks[layer_type]
+
+
+@cache
+def _compiled_flex_attention() -> Any:
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def _flex_attention(device: torch.device) -> Any:
+    # A CPU has no gradient of it, and for a forward pass need not wait for a compiler.
+    return flex_attention if device.type == "cpu" else _compiled_flex_attention()
+
+
+BLOCK_ATTENTION = {"sdpa": ManyBlockMasks, "flex_attention": FlexBlockMasks}
+
+
 def run_blocks(
     drafter: DSparkDrafter,
     embed: Callable[[torch.Tensor], torch.Tensor],
     input_ids: torch.Tensor,
     anchors: torch.Tensor,
     context_hidden_states: torch.Tensor,
+    attn_implementation: str = "sdpa",
 ) -> torch.Tensor:
     """`[B, N, S, H]` states of all blocks, after the final norm.
 
@@ -123,6 +180,7 @@ def run_blocks(
         input_ids: `[B, L]`.
         anchors: `[B, N]` positions; -1, where a sequence has fewer, gives a block of no meaning.
         context_hidden_states: `[B, L, m * Ht]` tapped hidden states.
+        attn_implementation: one of `BLOCK_ATTENTION`.
     """
     config, device = drafter.config, anchors.device
     (batch, num_blocks), size = anchors.shape, config.block_size
@@ -140,7 +198,7 @@ def run_blocks(
         noise_embeds=embed(block_ids.flatten(1)).to(device, parameter.dtype),
         context_hidden_states=context_hidden_states[:, :num_context].to(device, parameter.dtype),
         position_ids=torch.cat((context_positions, block_positions), dim=1),
-        masks=ManyBlockMasks(config, anchors, num_context, dtype),
+        masks=BLOCK_ATTENTION[attn_implementation](config, anchors, num_context, dtype),
     )
     return output.last_hidden_state.view(batch, num_blocks, size, -1)
 

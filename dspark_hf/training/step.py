@@ -39,6 +39,7 @@ class TrainingStep(nn.Module):
         drafter: what is trained.
         target: what it drafts for; frozen.
         coefficients: of the objective.
+        attn_implementation: of the draft blocks, as for `run_blocks`.
 
     Raises:
         ValueError: the drafter proposes ids that the target lacks.
@@ -47,9 +48,16 @@ class TrainingStep(nn.Module):
     _draft_ids: torch.Tensor | None
     _row_of_id: torch.Tensor
 
-    def __init__(self, drafter: DSparkDrafter, target: Any, coefficients: ObjectiveWeights):
+    def __init__(
+        self,
+        drafter: DSparkDrafter,
+        target: Any,
+        coefficients: ObjectiveWeights,
+        attn_implementation: str = "sdpa",
+    ):
         super().__init__()
         self.drafter, self.coefficients = drafter, coefficients
+        self._attn_implementation = attn_implementation
         config = drafter.config
         self._target_head = TargetHead(target, coefficients.temperature)
         embed = embedding_of(drafter, target)
@@ -73,7 +81,7 @@ class TrainingStep(nn.Module):
         drafter, device = self.drafter, batch["input_ids"].device
         input_ids, anchors = batch["input_ids"], batch["anchors"]
         positions = draft_positions(drafter.config, input_ids, batch["lengths"], anchors)
-        hidden = run_blocks(drafter, self._embed, input_ids, anchors, features.context)
+        hidden = run_blocks(drafter, self._embed, input_ids, anchors, features.context, self._attn_implementation)
         first, num_draft = drafter.config.first_draft_slot, drafter.config.num_draft_tokens
         # Only supervised positions go on, in the order of what they are compared with: it is made once for all.
         batch_index, _, draft_index = at = positions.is_supervised.nonzero(as_tuple=True)

@@ -95,7 +95,7 @@ class DSparkTrainer(Trainer):
             )
             args._n_gpu = 1
         super().__init__(
-            model=TrainingStep(drafter, target, args.objective),
+            model=TrainingStep(drafter, target, args.objective, args.attn_implementation),
             args=args,
             data_collator=collate,
             train_dataset=train_dataset,
