@@ -354,6 +354,25 @@ class TestAnswers:
             assert sorted(number for number, _ in answers) == [*range(len(self.PROMPTS))]
             assert [response for _, response in sorted(answers)] == expected
 
+    @pytest.mark.parametrize(
+        ("setting", "stops"),
+        [
+            ({"min_new_tokens": 25}, STOPS),
+            ({"begin_suppress_tokens": [*range(52, 97)]}, frozenset({41})),
+            ({"exponential_decay_length_penalty": (20, 1.5)}, frozenset({41})),
+            ({"forced_eos_token_id": 41}, frozenset({41})),
+        ],
+        ids=["min_new_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty", "forced_eos_token_id"],
+    )
+    def test_what_the_target_counts_from_the_first_token_is_counted_from_there(self, setting, stops):
+        model, decoding = kit.new_target(), Decoding(40, stops, GREEDY)
+        plain = [self.alone(model, prompt, decoding) for prompt in self.PROMPTS]
+        model.generation_config.update(**setting)
+        expected = [self.alone(model, prompt, decoding) for prompt in self.PROMPTS]
+        assert expected != plain
+        answers = [*answer(model, self.PROMPTS, decoding, 4)]
+        assert [response for _, response in sorted(answers)] == expected
+
     def test_rows_that_end_are_not_computed_any_more(self):
         model, decoding = kit.new_target(), Decoding(64, self.STOPS, GREEDY)
         shapes = []

@@ -17,6 +17,10 @@ from ..target_attention import attending
 # Tokens of one call: at most this many are computed in vain for a row that has ended.
 _TOKENS_OF_A_CALL = 16
 
+# Settings of a target that count from the first new token of a call, or to its last.
+_FROM_THE_START: tuple[str, ...] = ("min_new_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty")
+_FROM_THE_START += ("forced_bos_token_id", "forced_eos_token_id")
+
 # Below this part of a full batch, rows wait for others.
 _FEW = 0.25
 
@@ -98,13 +102,15 @@ def _inputs(rows: list[_Row], pad_id: int, device: torch.device) -> dict[str, An
 def _extend(target: TargetModel, rows: list[_Row], inputs: dict[str, Any], decoding: Decoding) -> dict[str, Any]:
     """One call of `generate`. Notes the new tokens in the rows; returns the inputs of the next call."""
     room = min(decoding.max_new_tokens - row.num_new for row in rows)
+    # With one of those, a response is one call; all of its rows end in it.
+    is_one_call = any(getattr(target.generation_config, name, None) is not None for name in _FROM_THE_START)
     # With padding there is a mask, and with a mask transformers copies keys and values once per query head: in a batch
     # of many rows that takes several times as long as everything else.
     with attending("packed"):
         output = target.generate(
             **inputs,
             **decoding.arguments,
-            max_new_tokens=min(room, _TOKENS_OF_A_CALL),
+            max_new_tokens=room if is_one_call else min(room, _TOKENS_OF_A_CALL),
             eos_token_id=sorted(decoding.stop_ids) or None,
             pad_token_id=min(decoding.stop_ids, default=0),
             return_dict_in_generate=True,
