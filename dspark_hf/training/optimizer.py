@@ -27,10 +27,6 @@ class MuonAndAdamW(torch.optim.Optimizer):
     """
 
     def __init__(self, drafter: DSparkDrafter, lr: float, betas: tuple[float, float], eps: float, weight_decay: float):
-        if not hasattr(torch.optim, "Muon"):
-            raise ImportError(
-                f"--muon needs torch 2.9 or newer, this is {torch.__version__}: leave it out, or upgrade."
-            )
         trained = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
         matrices = [p for name, p in trained.items() if p.ndim == 2 and name.startswith(("layers.", "fc."))]
         others = [p for p in trained.values() if not any(p is matrix for matrix in matrices)]
