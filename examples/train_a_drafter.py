@@ -55,4 +55,5 @@ run_training(
         feature_cache="memory",  # the target runs once for each response
     )
 )
-print(f"compare it: python examples/evaluate.py --drafter {folder}")
+target = f"--target {arguments.target} " if arguments.target else ""
+print(f"compare it: python examples/evaluate.py {target}--drafter {folder}")

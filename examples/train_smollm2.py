@@ -1,4 +1,4 @@
-"""The demo's drafter, from nothing but its target: prompts, the target's responses, training.
+"""A drafter for the demo's target: prompts, its responses, training; from the package's drafter on, or `--new`.
 
 python examples/train_smollm2.py
 python examples/train_smollm2.py --vary gsm8k.jsonl humaneval.jsonl --minutes 90 --data more-responses.jsonl.gz
