@@ -259,7 +259,7 @@ def _settings(parser: _Parser, command: str, arguments: dict[str, Any]) -> Any:
     names = [field.name for field in dataclasses.fields(settings_class) if field.init]
     try:
         return settings_class(**{name: arguments[name] for name in names})
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         parser.error(str(error))
 
 

@@ -9,6 +9,7 @@ None is of a benchmark.
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import template_prompts
 from template_prompts import NAMES, READERS, THINGS, TOPICS, Kind, listed, write_prompts
@@ -295,7 +296,7 @@ def society(draw: random.Random) -> str:
 KINDS: tuple[Kind, ...] = (writing, roles, riddles, extraction, science, society)
 
 
-def prompts(seed: int = 0) -> Iterator[dict[str, str]]:
+def prompts(seed: int = 0) -> Iterator[dict[str, Any]]:
     """Rows as those of `template_prompts.prompts`."""
     return template_prompts.prompts(seed, KINDS, "assistant")
 

@@ -11,8 +11,9 @@ import argparse
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
+from typing import Any
 
 Kind = Callable[[random.Random], str]
 
@@ -295,19 +296,20 @@ def chat(draw: random.Random) -> str:
 KINDS: tuple[Kind, ...] = (sums, programs, chat)
 
 
-def prompts(seed: int = 0, kinds: Sequence[Kind] = KINDS, group: str = "template") -> Iterator[dict[str, str]]:
-    """Rows of `dataset` and `prompt`, each kind in turn, none twice, without end for all practical purposes."""
+def prompts(seed: int = 0, kinds: Sequence[Kind] = KINDS, group: str = "template") -> Iterator[dict[str, Any]]:
+    """Rows of `dataset`, `index` and `prompt`, each kind in turn, none twice, without end for all practical purposes."""
     draw, seen = random.Random(seed), set()
-    while True:
+    for index in count():
         for kind in kinds:
             prompt = kind(draw)
             while prompt in seen:
                 prompt = kind(draw)
             seen.add(prompt)
-            yield {"dataset": f"{group}-{kind.__name__}", "prompt": prompt}
+            # Of its kind: every twentieth is held out, and lines would hold out some kinds and not others.
+            yield {"dataset": f"{group}-{kind.__name__}", "index": index, "prompt": prompt}
 
 
-def write_prompts(description: str, source: Callable[[int], Iterator[dict[str, str]]]) -> None:
+def write_prompts(description: str, source: Callable[[int], Iterator[dict[str, Any]]]) -> None:
     """The command line of such a script: so many prompts of `source`, as lines of JSON."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--num-prompts", type=int, default=1000)

@@ -395,18 +395,25 @@ def test_muon_turns_the_matrices_of_the_layers_and_adamw_the_rest(tmp_path):
             # Orthogonal in the directions that the gradient has: none is larger. AdamW's first step is +-1 everywhere.
             values = torch.linalg.svdvals(step) / (0.2 * max(step.shape) ** 0.5)
             assert 0.6 < values.max() < 1.3, name
-        elif step.abs().max() > 0:
+        else:
             assert step.abs().max() == pytest.approx(1.0, abs=0.01), name
     rates = [group["lr"] for group in trainer.optimizer.param_groups]
-    assert rates == [0.0, 0.0]  # what the schedule says after the last step
+    assert rates == [0.0, 0.0, 0.0]  # what the schedule says after the last step
 
 
 @NEEDS_MUON
 @pytest.mark.parametrize("muon", [False, True])
 def test_a_run_is_not_gone_on_with_another_optimizer(muon, tmp_path):
     train(tmp_path, muon=muon, max_steps=2, save_strategy="steps", save_steps=2)
-    with pytest.raises(ValueError, match="checkpoint-2 holds the state of another optimizer"):
+    with pytest.raises(ValueError, match="checkpoint-2 holds the state of another optimizer, or of other"):
         train(tmp_path, muon=not muon, resume=True)
+
+
+@NEEDS_MUON
+def test_muon_and_another_optimizer_are_not_both_taken(tmp_path):
+    own = torch.optim.SGD(new_drafter().parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="an optimizer of your own"):
+        DSparkTrainer(new_drafter(), target(), arguments(tmp_path, muon=True), responses(), optimizers=(own, None))
 
 
 def test_muon_needs_a_torch_that_has_it(tmp_path, monkeypatch):
@@ -601,12 +608,14 @@ def test_a_cache_is_written_in_files_and_serves_other_rows(tmp_path, monkeypatch
 def test_what_a_kill_left_of_a_cache_is_cleared_or_named(tmp_path):
     settings = {"max_steps": 1, "feature_cache": str(tmp_path / "features")}
     train(tmp_path / "a", **settings)
-    old, new = (tmp_path / "features" / name for name in ("states-1-00000.tmp", "states-2-00000.tmp"))
-    for path in (old, new):
+    names = ("states-1-00000.tmp", "states-2-00000.tmp", "theirs.tmp")
+    old, new, foreign = paths = [tmp_path / "features" / name for name in names]
+    for path in paths:
         path.touch()
-    os.utime(old, (0, 0))
+    for path in (old, foreign):
+        os.utime(path, (0, 0))
     train(tmp_path / "b", **settings)
-    assert (old.exists(), new.exists()) == (False, True)
+    assert [path.exists() for path in paths] == [False, True, True]
     (tmp_path / "features" / "states-3-00000.safetensors").write_bytes(b"half")
     with pytest.raises(OSError, match=r"states-3-00000\.safetensors cannot be read .* Delete it"):
         train(tmp_path / "c", **settings)
@@ -629,8 +638,10 @@ def test_8_bits_are_near_what_they_stand_for():
     assert ((back - wanted).abs() <= 0.006 * wanted.abs().amax(dim=-1, keepdim=True)).all()
 
 
+@pytest.mark.parametrize("size", [1, 9000, 10**9])
 @pytest.mark.parametrize("killed_after", [3, 6])
-def test_a_killed_run_with_a_cache_goes_on_as_if_nothing_had_been(killed_after, tmp_path):
+def test_a_killed_run_with_a_cache_goes_on_as_if_nothing_had_been(killed_after, size, tmp_path, monkeypatch):
+    monkeypatch.setattr(feature_store, "_BYTES_OF_A_SHARD", size)
     settings = {"save_strategy": "steps", "save_steps": 2}
     whole = train(tmp_path / "whole", feature_cache=str(tmp_path / "one"), **settings)
     cache = {"feature_cache": str(tmp_path / "other")}
@@ -1044,6 +1055,10 @@ def test_one_gpu_of_several_is_used(tmp_path, caplog):
     [
         ({"gradient_checkpointing": True}, "--gradient-checkpointing is not supported"),
         ({"push_to_hub": True}, "publish the drafter with `dspark-hf push`"),
+        ({"muon": True, "optim": "adafactor"}, "--muon comes with AdamW"),
+        ({"feature_cache_bits": 8}, "--feature-cache-bits is of --feature-cache, which is missing"),
+        ({"feature_cache_bits": 4, "feature_cache": "memory"}, "--feature-cache-bits is 4, it must be 8 or 16"),
+        ({"attn_implementation": "eager"}, "--attn-implementation is eager, it must be sdpa or flex_attention"),
     ],
 )
 def test_what_a_drafter_has_no_use_for_is_refused(option, message, tmp_path):

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import uuid
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,8 @@ def finite(content: Any) -> Any:
 
 def write_whole(path: Path, content: Mapping[str, Any]) -> None:
     """Writes a JSON file, by a rename at the end: whoever reads meanwhile finds the old file or the new one, whole."""
-    # Several processes may write it at once.
-    staged = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    # Several processes may write it at once, of several machines too.
+    staged = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     text = json.dumps(finite(content), indent=2, ensure_ascii=False, allow_nan=False)
     staged.write_text(text + "\n", encoding="utf-8")
     os.replace(staged, path)

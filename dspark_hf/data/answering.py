@@ -17,9 +17,10 @@ from ..target_attention import attending
 # Tokens of one call: at most this many are computed in vain for a row that has ended.
 _TOKENS_OF_A_CALL = 16
 
-# Settings of a target that count from the first new token of a call, or to its last.
+# Settings of a target that count from the first new token of a call, or to its last, or take its input for the prompt.
 _FROM_THE_START: tuple[str, ...] = ("min_new_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty")
-_FROM_THE_START += ("forced_bos_token_id", "forced_eos_token_id")
+_FROM_THE_START += ("forced_bos_token_id", "forced_eos_token_id", "encoder_repetition_penalty")
+_FROM_THE_START += ("encoder_no_repeat_ngram_size", "guidance_scale")
 
 # Below this part of a full batch, rows wait for others.
 _FEW = 0.25

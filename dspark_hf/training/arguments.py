@@ -36,7 +36,7 @@ class DSparkTrainingArguments(TrainingArguments):
     )
     attn_implementation: Literal["sdpa", "flex_attention"] = field(
         default="sdpa",
-        metadata={"help": "attention of the draft blocks; flex_attention: for many anchors on a GPU"},
+        metadata={"help": "attention of the draft blocks; flex_attention: for many anchors on a GPU, experimental"},
     )
     # The run.
     max_seconds: float | None = field(
@@ -91,6 +91,12 @@ class DSparkTrainingArguments(TrainingArguments):
                 "--gradient-checkpointing is not supported: a drafter has few layers. Where memory is short, lower "
                 "--num-anchors or --per-device-train-batch-size"
             )
+        if self.muon and (self.optim_args or self.optim != type(self).optim):
+            raise ValueError("--muon comes with AdamW: leave out --optim and --optim-args, or --muon")
+        if self.feature_cache_bits != 16 and self.feature_cache is None:
+            raise ValueError("--feature-cache-bits is of --feature-cache, which is missing")
+        if self.attn_implementation not in ("sdpa", "flex_attention"):
+            raise ValueError(f"--attn-implementation is {self.attn_implementation}, it must be sdpa or flex_attention")
         if self.muon and not hasattr(torch.optim, "Muon"):
             raise ImportError(f"--muon needs torch 2.9 or newer, here is {torch.__version__}: upgrade or leave it out")
         if self.push_to_hub:

@@ -4,6 +4,7 @@ A row is known by a digest of its tokens, so that a folder serves any set of row
 several runs may share it. Its states are named tensors.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -65,6 +66,9 @@ class FeatureStore(Protocol):
     def put(self, key: str, states: States) -> None:
         """Keeps the states of a row, tensors on the CPU."""
 
+    def end_batch(self) -> None:
+        """Called when the rows of a batch have been put."""
+
     def flush(self) -> None:
         """Puts down what a kill would lose."""
 
@@ -80,6 +84,9 @@ class MemoryStore:
 
     def put(self, key: str, states: States) -> None:
         self._rows[key] = states
+
+    def end_batch(self) -> None:
+        pass
 
     def flush(self) -> None:
         pass
@@ -102,9 +109,11 @@ class ShardStore:
         folder.mkdir(parents=True, exist_ok=True)
         _claim(folder / _IDENTITY, identity)
         # What a kill left unfinished.
-        for path in folder.glob("*.tmp"):
-            if path.stat().st_mtime < time.time() - _OLD:
-                path.unlink(missing_ok=True)
+        for path in (*folder.glob("states-*.tmp"), *folder.glob(f"{_IDENTITY}.*.tmp")):
+            # Another process may be faster.
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_mtime < time.time() - _OLD:
+                    path.unlink()
         self._shard_of: dict[str, Path] = {}
         self._known_shards: set[Path] = set()
         self._last_change: int | None = None
@@ -132,6 +141,9 @@ class ShardStore:
     def put(self, key: str, states: States) -> None:
         self._waiting[key] = states
         self._num_waiting_bytes += sum(t.numel() * t.element_size() for t in states.values())
+
+    def end_batch(self) -> None:
+        # All rows of a batch or none: what a kill loses is computed again in the same batches, which decide rounding.
         if self._num_waiting_bytes >= _BYTES_OF_A_SHARD:
             self.flush()
 
@@ -142,7 +154,10 @@ class ShardStore:
         tensors = {f"{key}.{name}": t for key, states in self._waiting.items() for name, t in states.items()}
         path = self._folder / f"states-{self._name}-{self._num_written:05}.safetensors"
         staged = path.with_suffix(".tmp")
-        save_file(tensors, staged, metadata={"names": names})
+        try:
+            save_file(tensors, staged, metadata={"names": names})
+        except SafetensorError as error:
+            raise OSError(f"{staged} cannot be written ({error}). Is there room in {self._folder}?") from error
         os.replace(staged, path)
         self._num_written += 1
         self._waiting, self._num_waiting_bytes = {}, 0

@@ -22,7 +22,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
         drafter: of which what requires a gradient is trained: matrices of draft layers and of `fc` by Muon; norms and
             biases, whose directions are single numbers, and tables that are read by row (Markov head, embedding,
             heads) by AdamW.
-        lr, weight_decay: of both.
+        lr: of both.
+        weight_decay: of matrices and tables; not of norms and biases, as in transformers.
         betas, eps: of AdamW.
     """
 
@@ -35,7 +36,15 @@ class MuonAndAdamW(torch.optim.Optimizer):
             torch.optim.Muon(
                 matrices, lr=lr, weight_decay=weight_decay, momentum=_MOMENTUM, adjust_lr_fn="match_rms_adamw"
             ),
-            torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps),
+            torch.optim.AdamW(
+                [
+                    {"params": [p for p in others if p.ndim > 1], "weight_decay": weight_decay},
+                    {"params": [p for p in others if p.ndim <= 1], "weight_decay": 0.0},
+                ],
+                lr=lr,
+                betas=betas,
+                eps=eps,
+            ),
         )
         self._share_groups()
 

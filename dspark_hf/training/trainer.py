@@ -102,6 +102,8 @@ class DSparkTrainer(Trainer):
             eval_dataset=datasets,
             **kwargs,
         )
+        if args.muon and (self.optimizer is not None or self.optimizer_cls_and_kwargs is not None):
+            raise ValueError("`muon` and an optimizer of your own are both given: leave one of them out")
         if args.muon and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             raise ValueError("--muon needs whole matrices, but FSDP and DeepSpeed split them: leave one of them out")
         self.model_accepts_loss_kwargs = True
@@ -218,6 +220,7 @@ class DSparkTrainer(Trainer):
             metrics[f"{metric_key_prefix}_loss"] = totals.mean_loss
             if self.args.eval_prompts > 0:
                 metrics[f"{metric_key_prefix}_generate_tau"] = self._generate_tau(dataloader.dataset)
+        self._flush_features()
         return output
 
     @torch.no_grad()
@@ -245,6 +248,12 @@ class DSparkTrainer(Trainer):
         # The rows before it must come back as they were; those behind it are computed again, in the same batches.
         self._flush_features()
         super()._save_checkpoint(*args, **kwargs)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers' own; puts down the cache of hidden states at its end."""
+        result = super().train(*args, **kwargs)
+        self._flush_features()
+        return result
 
     def _flush_features(self) -> None:
         if isinstance(self.features, CachedFeatures):
@@ -304,8 +313,8 @@ class DSparkTrainer(Trainer):
             super()._load_optimizer_and_scheduler(checkpoint)
         except (KeyError, ValueError) as error:
             raise ValueError(
-                f"{checkpoint} holds the state of another optimizer ({error}). Go on with the `muon` and `optim` that "
-                "the run was begun with, or use another `output_dir`."
+                f"{checkpoint} holds the state of another optimizer, or of other trained parameters ({error}). Go on "
+                "with the settings that the run was begun with, or use another `output_dir`."
             ) from error
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -321,9 +330,12 @@ class DSparkTrainer(Trainer):
         return scheduler
 
     def close(self) -> None:
-        """Takes the hooks off the target; no step can follow."""
-        self._flush_features()
-        self._online.close()
+        """Puts down what the cache of hidden states has not written yet, and takes the hooks off the target; no step
+        can follow."""
+        try:
+            self._flush_features()
+        finally:
+            self._online.close()
 
 
 def _seed(args: DSparkTrainingArguments) -> int:
