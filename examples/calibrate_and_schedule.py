@@ -1,7 +1,7 @@
 """Make a drafter's confidences true, measure what rounds cost here, and let schedules decide by both.
 
 python examples/calibrate_and_schedule.py
-python examples/calibrate_and_schedule.py --target T --drafter my-drafter --prompts my-prompts.jsonl --output my-drafter
+python examples/calibrate_and_schedule.py --target T --drafter D --prompts my-prompts.jsonl --output D
 
 The default schedule, "auto", learns both while it decodes. This is for a static threshold, for decisions that do not
 depend on the clock, and to see how far a confidence head is to be trusted.

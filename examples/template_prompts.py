@@ -297,7 +297,7 @@ KINDS: tuple[Kind, ...] = (sums, programs, chat)
 
 
 def prompts(seed: int = 0, kinds: Sequence[Kind] = KINDS, group: str = "template") -> Iterator[dict[str, Any]]:
-    """Rows of `dataset`, `index` and `prompt`, each kind in turn, none twice, without end for all practical purposes."""
+    """Rows of `dataset`, `index` and `prompt`, each kind in turn, none twice, as good as without end."""
     draw, seen = random.Random(seed), set()
     for index in count():
         for kind in kinds:

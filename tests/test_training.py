@@ -609,7 +609,7 @@ def test_what_a_kill_left_of_a_cache_is_cleared_or_named(tmp_path):
     settings = {"max_steps": 1, "feature_cache": str(tmp_path / "features")}
     train(tmp_path / "a", **settings)
     names = ("states-1-00000.tmp", "states-2-00000.tmp", "theirs.tmp")
-    old, new, foreign = paths = [tmp_path / "features" / name for name in names]
+    old, _, foreign = paths = [tmp_path / "features" / name for name in names]
     for path in paths:
         path.touch()
     for path in (old, foreign):

@@ -114,8 +114,8 @@ class ManyBlockMasks(BlockMasks):
 
 
 class FlexBlockMasks(ManyBlockMasks):
-    """The same by `torch.nn.attention.flex_attention`, in one call: its kernel passes over what no query of a tile sees,
-    and on a GPU no mask is written out. Experimental: compared with the other one in the forward pass on a CPU only."""
+    """The same by `torch.nn.attention.flex_attention`, in one call: its kernel passes over what no query of a tile
+    sees, and on a GPU no mask is written out. Experimental: compared with the other one on a CPU only, forward."""
 
     def attend(
         self, attention: DraftAttention, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
