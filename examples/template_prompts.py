@@ -309,14 +309,20 @@ def prompts(seed: int = 0, kinds: Sequence[Kind] = KINDS, group: str = "template
             yield {"dataset": f"{group}-{kind.__name__}", "index": index, "prompt": prompt}
 
 
-def write_prompts(description: str, source: Callable[[int], Iterator[dict[str, Any]]]) -> None:
-    """The command line of such a script: so many prompts of `source`, as lines of JSON."""
+def write_prompts(
+    description: str, source: Callable[..., Iterator[dict[str, Any]]], *, takes_files: bool = False
+) -> None:
+    """The command line of such a script: so many prompts of `source`, which takes a seed and, before it, files if they
+    are named, as lines of JSON."""
     parser = argparse.ArgumentParser(description=description)
+    if takes_files:
+        parser.add_argument("files", nargs="+")
     parser.add_argument("--num-prompts", type=int, default=1000)
     parser.add_argument("--output", default="prompts.jsonl")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    lines = [json.dumps(row) for row in islice(source(arguments.seed), arguments.num_prompts)]
+    given = [arguments.files] if takes_files else []
+    lines = [json.dumps(row) for row in islice(source(*given, arguments.seed), arguments.num_prompts)]
     Path(arguments.output).write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("wrote", len(lines), "prompts to", arguments.output)
 

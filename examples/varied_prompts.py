@@ -8,15 +8,13 @@ MT-Bench is refused: `dspark-hf train` holds them out, for measuring. What comes
 target answers it all the same, in the words that it has for such prompts.
 """
 
-import argparse
 import json
 import random
 import re
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 
-from template_prompts import NAMES
+from template_prompts import NAMES, write_prompts
 
 from dspark_hf.prompt_files import file_stem, numbered_lines
 
@@ -93,12 +91,4 @@ def prompts(paths: Sequence[str], seed: int = 0) -> Iterator[dict[str, str]]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("files", nargs="+")
-    parser.add_argument("--num-prompts", type=int, default=1000)
-    parser.add_argument("--output", default="prompts.jsonl")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    lines = [json.dumps(row) for row in islice(prompts(arguments.files, arguments.seed), arguments.num_prompts)]
-    Path(arguments.output).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print("wrote", len(lines), "prompts to", arguments.output)
+    write_prompts(__doc__.splitlines()[0], prompts, takes_files=True)

@@ -331,6 +331,10 @@ def train(folder: Path, drafter=None, resume: bool = False, callbacks=(), eval_r
     return trainer
 
 
+def losses_of(trainer: DSparkTrainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
 def test_a_short_run_learns_and_what_it_saves_drafts(tmp_path):
     settings = {"eval_strategy": "epoch", "eval_prompts": 2, "eval_max_new_tokens": 9}
     trainer = train(tmp_path, max_steps=40, eval_rows=responses()[:4], **settings)
@@ -435,8 +439,7 @@ def test_accumulated_steps_equal_large_ones(tmp_path):
     small = train(tmp_path / "small", max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=4)
     for name, tensor in large.drafter.state_dict().items():
         torch.testing.assert_close(small.drafter.state_dict()[name], tensor, atol=2e-4, rtol=0, msg=name)
-    losses = [[e["loss"] for e in t.state.log_history if "loss" in e] for t in (large, small)]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert losses_of(small) == pytest.approx(losses_of(large), rel=1e-4)
 
 
 @pytest.mark.slow
@@ -541,10 +544,6 @@ def test_the_training_curve_shows_each_run(tmp_path):
     assert [line.get_ydata().tolist() for line in right.lines] == [[1.5], [1.5], [1.5], []]
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     close(figure)
-
-
-def losses_of(trainer: DSparkTrainer) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 @pytest.mark.parametrize("bits", [16, 8])
@@ -669,7 +668,7 @@ def test_rows_of_the_head_behind_the_vocabulary_belong_to_no_id(cached, tmp_path
         )
         trainer.train()
         trainer.close()
-        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        return losses_of(trainer)
 
     assert losses("padded", 7) == pytest.approx(losses("plain", 0), rel=1e-5)
 

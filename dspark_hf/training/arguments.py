@@ -91,14 +91,17 @@ class DSparkTrainingArguments(TrainingArguments):
                 "--gradient-checkpointing is not supported: a drafter has few layers. Where memory is short, lower "
                 "--num-anchors or --per-device-train-batch-size"
             )
-        if self.muon and (self.optim_args or self.optim != type(self).optim):
-            raise ValueError("--muon comes with AdamW: leave out --optim and --optim-args, or --muon")
+        if self.muon:
+            if self.optim_args or self.optim != type(self).optim:
+                raise ValueError("--muon comes with AdamW: leave out --optim and --optim-args, or --muon")
+            if not hasattr(torch.optim, "Muon"):
+                raise ImportError(
+                    f"--muon needs torch 2.9 or newer, here is {torch.__version__}: upgrade or leave it out"
+                )
         if self.feature_cache_bits != 16 and self.feature_cache is None:
             raise ValueError("--feature-cache-bits is of --feature-cache, which is missing")
         if self.attn_implementation not in ("sdpa", "flex_attention"):
             raise ValueError(f"--attn-implementation is {self.attn_implementation}, it must be sdpa or flex_attention")
-        if self.muon and not hasattr(torch.optim, "Muon"):
-            raise ImportError(f"--muon needs torch 2.9 or newer, here is {torch.__version__}: upgrade or leave it out")
         if self.push_to_hub:
             raise ValueError("--push-to-hub is not supported here: publish the drafter with `dspark-hf push`")
         if self.dataloader_persistent_workers:
@@ -106,7 +109,7 @@ class DSparkTrainingArguments(TrainingArguments):
         if not torch.accelerator.is_available():
             # transformers takes half precision on a CPU, and leaves memory unpinned, only where the CPU was asked for.
             self.use_cpu = True
-        if self.attn_implementation == "flex_attention" and (self.use_cpu or not torch.accelerator.is_available()):
+        if self.attn_implementation == "flex_attention" and self.use_cpu:
             raise ValueError("--attn-implementation flex_attention has no gradient on a CPU: leave it at sdpa")
         # Batches hold anchors and row numbers, which no model's signature names.
         self.remove_unused_columns = False

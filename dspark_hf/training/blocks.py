@@ -74,7 +74,6 @@ class ManyBlockMasks(BlockMasks):
         # Known to the host once for all layers.
         self._ends = anchors.amax(dim=0).tolist()
         self._kept: dict[tuple[str, int], torch.Tensor] = {}
-        self._made_of_blocks: dict[str, BlockMask] = {}
 
     def attend(
         self, attention: DraftAttention, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
@@ -113,9 +112,14 @@ class ManyBlockMasks(BlockMasks):
         return mask.masked_fill_(~visible, torch.finfo(self.dtype).min)[:, None]
 
 
-class FlexBlockMasks(ManyBlockMasks):
+class FlexBlockMasks(BlockMasks):
     """The same by `torch.nn.attention.flex_attention`, in one call: its kernel passes over what no query of a tile
     sees, and on a GPU no mask is written out. Experimental: compared with the other one on a CPU only, forward."""
+
+    def __init__(self, config: DSparkConfig, anchors: torch.Tensor, num_context: int, dtype: torch.dtype):
+        super().__init__(config, None, config.block_size, dtype)
+        self.anchors, self.num_context = anchors, num_context
+        self._kept: dict[str, BlockMask] = {}
 
     def attend(
         self, attention: DraftAttention, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
@@ -127,7 +131,7 @@ class FlexBlockMasks(ManyBlockMasks):
         if not is_grouped:
             # Its kernel shares keys among a power of 2 of heads only.
             keys, values = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (keys, values))
-        output = _flex_attention(query.device)(
+        output = _flex_attention(query.device.type)(
             query,
             keys,
             values,
@@ -138,7 +142,7 @@ class FlexBlockMasks(ManyBlockMasks):
         return output.transpose(1, 2)
 
     def _block_mask(self, layer_type: str, num_queries: int, num_keys: int) -> BlockMask:
-        if layer_type not in self._made_of_blocks:
+        if layer_type not in self._kept:
             anchors, size, num_context = self.anchors, self.block_length, self.num_context
 
             def sees(row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -148,7 +152,7 @@ class FlexBlockMasks(ManyBlockMasks):
                 place = torch.where(own < 0, key - anchor, own % size)
                 return is_there & self._sees(layer_type, query % size, place)
 
-            self._made_of_blocks[layer_type] = create_block_mask(
+            self._kept[layer_type] = create_block_mask(
                 sees,
                 len(anchors),
                 None,
@@ -158,17 +162,13 @@ class FlexBlockMasks(ManyBlockMasks):
                 # Otherwise it makes the mask of every pair of positions first.
                 _compile=anchors.device.type != "cpu",
             )
-        return self._made_of_blocks[layer_type]
+        return self._kept[layer_type]
 
 
 @cache
-def _compiled_flex_attention() -> Any:
-    return torch.compile(flex_attention)
-
-
-def _flex_attention(device: torch.device) -> Any:
+def _flex_attention(device_type: str) -> Any:
     # A CPU has no gradient of it, and for a forward pass need not wait for a compiler.
-    return flex_attention if device.type == "cpu" else _compiled_flex_attention()
+    return flex_attention if device_type == "cpu" else torch.compile(flex_attention)
 
 
 BLOCK_ATTENTION = {"sdpa": ManyBlockMasks, "flex_attention": FlexBlockMasks}

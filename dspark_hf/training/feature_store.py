@@ -51,6 +51,11 @@ def in_8_bits(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return quantized.to(torch.int8).flatten(-2), scales
 
 
+def num_bytes_of(width: int, bits: int) -> int:
+    """Of `width` values in bfloat16, or in 8 bits with their scales."""
+    return 2 * width if bits == 16 else width + 4 * width // math.gcd(width, _GROUP)
+
+
 def of_8_bits(quantized: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Back to bfloat16."""
     groups = quantized.unflatten(-1, (scales.shape[-1], -1)).float()
@@ -63,11 +68,8 @@ class FeatureStore(Protocol):
     def get(self, key: str) -> States | None:
         """The states of a row; `None` where it has none yet."""
 
-    def put(self, key: str, states: States) -> None:
-        """Keeps the states of a row, tensors on the CPU."""
-
-    def end_batch(self) -> None:
-        """Called when the rows of a batch have been put."""
+    def put(self, rows: Mapping[str, States]) -> None:
+        """Keeps the states of the rows of a batch, tensors on the CPU."""
 
     def flush(self) -> None:
         """Puts down what a kill would lose."""
@@ -82,11 +84,8 @@ class MemoryStore:
     def get(self, key: str) -> States | None:
         return self._rows.get(key)
 
-    def put(self, key: str, states: States) -> None:
-        self._rows[key] = states
-
-    def end_batch(self) -> None:
-        pass
+    def put(self, rows: Mapping[str, States]) -> None:
+        self._rows.update(rows)
 
     def flush(self) -> None:
         pass
@@ -138,11 +137,9 @@ class ShardStore:
         shard = self._opened(path)
         return {name: shard.get_tensor(f"{key}.{name}") for name in shard.metadata()["names"].split()}
 
-    def put(self, key: str, states: States) -> None:
-        self._waiting[key] = states
-        self._num_waiting_bytes += sum(t.numel() * t.element_size() for t in states.values())
-
-    def end_batch(self) -> None:
+    def put(self, rows: Mapping[str, States]) -> None:
+        self._waiting.update(rows)
+        self._num_waiting_bytes += sum(t.nbytes for states in rows.values() for t in states.values())
         # All rows of a batch or none: what a kill loses is computed again in the same batches, which decide rounding.
         if self._num_waiting_bytes >= _BYTES_OF_A_SHARD:
             self.flush()

@@ -190,8 +190,7 @@ def with_draft_vocabulary(drafter: DSparkDrafter, target: Any, draft_ids: torch.
     is_own = drafter.lm_head is not None and not torch.equal(
         drafter.lm_head.weight, rows[ids.to(rows.device).clamp(max=len(rows) - 1)].to(drafter.lm_head.weight)
     )
-    config = DSparkConfig.from_dict({**old.to_dict(), "draft_vocab_size": len(draft_ids), "own_lm_head": is_own})
-    new = _reshaped(drafter, config)
+    new = _reshaped(drafter, draft_vocab_size=len(draft_ids), own_lm_head=is_own)
     _initialise_heads(new, target, draft_ids)
     old_row = torch.full((old.vocab_size,), -1)
     old_row[ids.cpu()] = torch.arange(len(ids))
@@ -228,8 +227,7 @@ def with_more_layers(drafter: DSparkDrafter, num_hidden_layers: int) -> DSparkDr
         )
     added = num_hidden_layers - old.num_hidden_layers
     layer_types = [*old.layer_types, *added * [old.layer_types[-1]]]
-    grown = {"num_hidden_layers": num_hidden_layers, "layer_types": layer_types}
-    new = _reshaped(drafter, DSparkConfig.from_dict({**old.to_dict(), **grown}))
+    new = _reshaped(drafter, num_hidden_layers=num_hidden_layers, layer_types=layer_types)
     new.load_state_dict(drafter.state_dict(), strict=False)
     for layer in new.layers[old.num_hidden_layers :]:
         layer.load_state_dict(drafter.layers[-1].state_dict())
@@ -263,7 +261,7 @@ def with_markov_head(drafter: DSparkDrafter, kind: str) -> DSparkDrafter:
             f"The drafter's Markov head is {old.markov_head_type} and is to be {kind}: a vanilla head can become a "
             "gated one, no other can be changed."
         )
-    new = _reshaped(drafter, DSparkConfig.from_dict({**old.to_dict(), "markov_head_type": kind}))
+    new = _reshaped(drafter, markov_head_type=kind)
     new.load_state_dict(drafter.state_dict(), strict=False)
     head: Any = new.markov_head
     head.gate_proj.weight.zero_()
@@ -272,9 +270,9 @@ def with_markov_head(drafter: DSparkDrafter, kind: str) -> DSparkDrafter:
     return new
 
 
-def _reshaped(drafter: DSparkDrafter, config: DSparkConfig) -> DSparkDrafter:
-    """One of another shape, with the same settings around its weights; those are to be filled in."""
-    new: Any = DSparkDrafter(config)
+def _reshaped(drafter: DSparkDrafter, **fields: Any) -> DSparkDrafter:
+    """One with other fields in its config, and the same settings around its weights; those are to be filled in."""
+    new: Any = DSparkDrafter(DSparkConfig.from_dict({**drafter.config.to_dict(), **fields}))
     new.to(drafter.device, drafter.dtype)
     new.generation_config = copy.deepcopy(drafter.generation_config)
     return new

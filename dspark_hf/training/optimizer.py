@@ -28,9 +28,12 @@ class MuonAndAdamW(torch.optim.Optimizer):
     """
 
     def __init__(self, drafter: DSparkDrafter, lr: float, betas: tuple[float, float], eps: float, weight_decay: float):
-        trained = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
-        matrices = [p for name, p in trained.items() if p.ndim == 2 and name.startswith(("layers.", "fc."))]
-        others = [p for p in trained.values() if not any(p is matrix for matrix in matrices)]
+        matrices: list[torch.Tensor] = []
+        others: list[torch.Tensor] = []
+        for name, parameter in drafter.named_parameters():
+            if parameter.requires_grad:
+                is_matrix = parameter.ndim == 2 and name.startswith(("layers.", "fc."))
+                (matrices if is_matrix else others).append(parameter)
         super().__init__([{"params": matrices}, {"params": others}], {"lr": lr})
         self._parts: tuple[torch.optim.Optimizer, ...] = (
             torch.optim.Muon(

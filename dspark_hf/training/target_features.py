@@ -15,7 +15,7 @@ from torch import nn
 from ..data.rows import fingerprint
 from ..errors import UnsupportedGenerationError
 from ..target_taps import TargetTaps
-from .feature_store import FeatureStore, MemoryStore, ShardStore, States, in_8_bits, of_8_bits, row_key
+from .feature_store import FeatureStore, MemoryStore, ShardStore, States, in_8_bits, num_bytes_of, of_8_bits, row_key
 from .responses import ResponseDataset
 
 # How far logits that are made here may differ from the target's own, relative to the largest one.
@@ -185,19 +185,17 @@ class CachedFeatures:
         bits: int = 16,
     ):
         self._online, self._head, self._bits = online, head, bits
-        self._response_starts = [len(row.prompt_ids) for dataset in datasets for row in dataset.rows]
-        self._keys = [
-            row_key(row, length)
-            for dataset in datasets
-            for row, length in zip(dataset.rows, dataset.lengths, strict=True)
-        ]
-        lengths = dict(zip(self._keys, (n for dataset in datasets for n in dataset.lengths), strict=True))
-        per_token = (1.0625 if bits == 8 else 2) * online.context_width + 2 * online.final_width + 4
-        self.num_bytes = self.num_missing_bytes = int(per_token * sum(lengths.values()))
+        rows = [pair for dataset in datasets for pair in zip(dataset.rows, dataset.lengths, strict=True)]
+        self._response_starts = [len(row.prompt_ids) for row, _ in rows]
+        self._keys = [row_key(row, length) for row, length in rows]
+        lengths = {key: length for key, (_, length) in zip(self._keys, rows, strict=True)}
+        # The normalizer is in float32.
+        per_token = num_bytes_of(online.context_width, bits) + num_bytes_of(online.final_width, 16) + 4
+        self.num_bytes = self.num_missing_bytes = per_token * sum(lengths.values())
         self._store: FeatureStore = MemoryStore()
         if folder is not None:
             store = ShardStore(folder, {**online.identity, "temperature": head.temperature, "bits": bits})
-            self.num_missing_bytes = int(per_token * sum(n for key, n in lengths.items() if key not in store))
+            self.num_missing_bytes = per_token * sum(n for key, n in lengths.items() if key not in store)
             free = shutil.disk_usage(folder).free
             if free < self.num_missing_bytes:
                 raise ValueError(
@@ -220,8 +218,7 @@ class CachedFeatures:
             found = self._states_of({name: values[some.to(values.device)] for name, values in batch.items()})
             for i, states in zip(missing, found, strict=True):
                 kept[i] = states
-                self._store.put(self._keys[rows[i]], states)
-            self._store.end_batch()
+            self._store.put({self._keys[rows[i]]: states for i, states in zip(missing, found, strict=True)})
         columns = zip(*(self._unpacked(states) for states in kept if states is not None), strict=True)
         return TargetFeatures(*(_padded(column, longest).to(device) for column in columns))
 

@@ -102,10 +102,13 @@ class DSparkTrainer(Trainer):
             eval_dataset=datasets,
             **kwargs,
         )
-        if args.muon and (self.optimizer is not None or self.optimizer_cls_and_kwargs is not None):
-            raise ValueError("`muon` and an optimizer of your own are both given: leave one of them out")
-        if args.muon and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-            raise ValueError("--muon needs whole matrices, but FSDP and DeepSpeed split them: leave one of them out")
+        if args.muon:
+            if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
+                raise ValueError("`muon` and an optimizer of your own are both given: leave one of them out")
+            if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+                raise ValueError(
+                    "--muon needs whole matrices, but FSDP and DeepSpeed split them: leave one of them out"
+                )
         self.model_accepts_loss_kwargs = True
         self._online = OnlineFeatures(target, drafter.config.target_layer_ids)
         self.features: FeatureSource = self._online
