@@ -40,11 +40,11 @@ _PERSON = re.compile(
 _NO_PERSONS = {"The", "She", "Each", "This", "That", "There", "What", "How", "One", "Who", "They", "Then"}
 
 
-def given_prompts(path: str) -> Iterator[str]:
-    """The prompts of a file, without those held out."""
+def given_prompts(path: str, held_out: bool = False) -> Iterator[str]:
+    """The prompts of a file, without those held out, or these alone."""
     for number, line in numbered_lines(Path(path)):
         row = json.loads(line)
-        if row.get("index", number) % HELD_OUT:
+        if (row.get("index", number) % HELD_OUT == 0) == held_out:
             yield row["prompt"] if "prompt" in row else row["turns"][0]
 
 

@@ -1,6 +1,7 @@
 """Every example runs, on a tiny pair, and what it prints is true; every notebook too."""
 
 import ast
+import gzip
 import io
 import json
 import os
@@ -304,6 +305,53 @@ def test_varied_prompts_end(run, tmp_path):
     run("varied_prompts.py", str(tmp_path / "given.jsonl"), "--output", "made.jsonl")
     assert (tmp_path / "made.jsonl").read_text().strip() == ""
 
+
+# In place of the package: what its `create_dataset` gives.
+GYM = """
+SUMS = "Ann has {0} red apples. How many are left?", "{0} boys run {0} miles. How far is it in all?"
+
+def create_dataset(name, size, seed):
+    assert name != "codeio", "it runs the code of its rows"
+    if name == "gsm_symbolic":
+        form = " Give the result as your final answer. Do not include units."
+        return [{"question": SUMS[n % 2].format(n) + form} for n in range(200)]
+    return [{"question": f"What does {name} make of {n}? Please give it."} for n in range(200)]
+"""
+
+
+@pytest.fixture
+def reasoning_gym(monkeypatch, tmp_path):
+    """Stands in for the package of that name: its generators, and its tasks for programs."""
+    specs = ["Input:\n  `numbers` (list): them\nOutput:\n  `return` (int)", "Input:\nOutput:"]
+    tasks = [(f"Given {n} numbers in a list, what is the sum of them?", specs[n % 2]) for n in range(40)]
+    tasks.append(("Вычислить сумму всех чисел из этого списка и вернуть ее", specs[0]))
+    package = tmp_path / "stand_in" / "reasoning_gym"
+    (package / "data").mkdir(parents=True)
+    with gzip.open(package / "data" / "codeio.jsonl.gz", "wt", encoding="utf-8") as lines:
+        for task, spec in tasks:
+            lines.write(json.dumps({"task_description": task, "input_output_spec": spec}) + "\n")
+    (package / "__init__.py").write_text(GYM)
+    monkeypatch.syspath_prepend(package.parent)
+    yield
+    sys.modules.pop("reasoning_gym", None)
+
+
+def test_gym_prompts(run, tmp_path, reasoning_gym):
+    rows = [{"index": 20, "turns": ["Ben has 7 green apples. How many are left?"]}, {"index": 1, "prompt": "boys run"}]
+    (tmp_path / "given.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run("gym_prompts.py", str(tmp_path / "given.jsonl"), "--output", "made.jsonl")
+    made = [json.loads(line) for line in (tmp_path / "made.jsonl").read_text().splitlines()]
+    # As many of each kind as there are programs that can be shown; what is like a held-out prompt is passed over.
+    asked = {kind: [row["prompt"] for row in made if row["dataset"] == f"gym-{kind}"] for kind in KINDS_OF_GYM}
+    assert [len(set(prompts)) for prompts in asked.values()] == [40, 40, 40]
+    assert all(re.match(r"\d+ boys run \d+ miles. How far is it in all\?\nPlease reason", p) for p in asked["sums"])
+    assert all(re.match(r"What does \w+ make of \d+\?\nPlease reason step", p) for p in asked["problems"])
+    assert {len(shown_code(prompt)) for prompt in asked["programs"]} == {0, 1}
+    shown = [prompt for prompt in asked["programs"] if "```" in prompt]
+    assert all(re.search(r"def \w+\(numbers\):\n    \"\"\" Given \d+ numbers", prompt) for prompt in shown)
+
+
+KINDS_OF_GYM = ("programs", "sums", "problems")
 
 # Examples that another test module runs.
 ELSEWHERE = ["train_smollm2"]

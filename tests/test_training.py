@@ -169,19 +169,20 @@ def test_flex_attention_is_refused_where_it_has_no_gradient(tmp_path):
         arguments(tmp_path, attn_implementation="flex_attention")
 
 
-def naive_terms(drafter, coefficients, rows: list[list[int]], anchors: list[list[int]]):
-    """The objective by its definition: whole distributions over the target's vocabulary, one position at a time."""
+def naive_terms(drafter, coefficients, rows: list[list[int]], anchors: list[list[int]], draws=None):
+    """The objective by its definition: whole distributions over the target's vocabulary, one position at a time; with
+    `draws`, of the positions that are drawn."""
     model, config = target(), drafter.config
     loss, weight, acceptances = torch.zeros(()), 0.0, []
     ids_of_rows = drafter.to_target_ids(torch.arange(config.draft_vocab_size))
     with OnlineFeatures(model, config.target_layer_ids) as features:
         step = TrainingStep(drafter, model, coefficients)
-        for row, of_row in zip(rows, anchors, strict=True):
+        for b, (row, of_row) in enumerate(zip(rows, anchors, strict=True)):
             ids = torch.tensor([row])
             target_probs = (model(ids).logits[0] / coefficients.temperature).softmax(-1).detach()
             context = features(batch_of(row, anchors=[[0]])).context
-            for anchor in of_row:
-                at = torch.tensor([[anchor]])
+            for n, anchor in enumerate(of_row):
+                at, reached = torch.tensor([[anchor]]), 1.0
                 hidden = run_blocks(drafter, step._embed, ids, at, context)[0, 0]
                 states = hidden[config.first_draft_slot :]
                 state = None if drafter.markov_head is None else drafter.markov_head.initial_state(1)
@@ -198,15 +199,85 @@ def naive_terms(drafter, coefficients, rows: list[list[int]], anchors: list[list
                     label = row[anchor + k + 1]
                     cross_entropy = -probs[label].log() if label in ids_of_rows.tolist() else torch.zeros(())
                     w = 2.718281828 ** (-k / coefficients.decay)
+                    if draws is not None:
+                        w = float(draws[b, n, k] < max(0.1, reached))
                     term = coefficients.cross_entropy * cross_entropy + coefficients.distance * distance
                     survives = 1 - 0.5 * distance.detach()
                     if drafter.confidence_head is not None:
                         confidence = drafter.confidence(states[k : k + 1], previous)[0]
                         bce = -(survives * confidence.log() + (1 - survives) * (1 - confidence).log())
                         term = term + coefficients.confidence * bce
+                        reached *= float(confidence.detach())
                     loss, weight = loss + w * term, weight + w
-                    acceptances.append(float(survives))
+                    acceptances.append(float(survives) if w else None)
     return loss, weight, acceptances
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "mask positions"])
+def test_positions_are_drawn_with_the_chance_that_drafts_come_to_them(kind):
+    drafter, coefficients = make_drafter(kind), ObjectiveWeights(0.3, 0.7, 0.5, 3.0)
+    # Confidences of all sizes.
+    torch.nn.init.normal_(drafter.confidence_head.proj.weight, std=0.5)
+    rows, anchors = [sequence(15, 1), sequence(12, 2)], [[2, 6, 11], [3, 8]]
+    batch = batch_of(*rows, anchors=anchors)
+    batch["draws"] = torch.rand(2, 3, drafter.config.num_draft_tokens, generator=torch.Generator().manual_seed(3))
+    expected, weight, acceptances = naive_terms(drafter, coefficients, rows, anchors, batch["draws"])
+    expected.backward()
+    gradients = {name: p.grad for name, p in drafter.named_parameters() if p.grad is not None}
+    drafter.zero_grad(set_to_none=True)
+    step = TrainingStep(drafter, target(), coefficients)
+    with OnlineFeatures(target(), drafter.config.target_layer_ids) as features:
+        totals, evaluated = step(batch, features(batch)), step.eval()(batch, features(batch))
+    totals.loss.backward()
+    torch.testing.assert_close(totals.loss, expected, rtol=1e-4, atol=1e-4)
+    assert 0 < float(totals.weight) == weight < len(acceptances)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(dict(drafter.named_parameters())[name].grad, gradient, rtol=1e-3, atol=1e-4)
+    # An evaluation takes all of them.
+    assert float(evaluated.by_position[0].sum()) == len(acceptances)
+
+
+def test_the_log_of_drawn_positions_counts_for_all():
+    drafter = make_drafter("vanilla")
+    batch = batch_of(sequence(24, 1), anchors=[[2, 6, 11, 14]])
+    step = TrainingStep(drafter, target(), ObjectiveWeights())
+    with OnlineFeatures(target(), drafter.config.target_layer_ids) as features:
+        found = features(batch)
+    whole, drawn, times = step(batch, found), 0, 300
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(times):
+        batch["draws"] = torch.rand(1, 4, drafter.config.num_draft_tokens, generator=generator)
+        totals = step(batch, found)
+        assert not totals.tau.any()
+        drawn = drawn + totals.by_position.detach() / times
+    torch.testing.assert_close(drawn, whole.by_position, rtol=0.25, atol=0.01)
+
+
+@pytest.mark.parametrize("option", ["sample_positions", "confidence_only"])
+def test_what_goes_by_the_confidence_head_needs_one(option, tmp_path):
+    named = f"--{option.replace('_', '-')} needs"
+    with pytest.raises(ValueError, match=f"{named} the confidence head: --confidence-weight must not be 0"):
+        arguments(tmp_path, **{option: True}, confidence_weight=0)
+    with pytest.raises(ValueError, match=f"{named} a confidence head, and this drafter has none"):
+        train(tmp_path, make_drafter("no markov"), **{option: True})
+
+
+def test_the_confidence_head_is_trained_alone(tmp_path):
+    before = {name: tensor.clone() for name, tensor in new_drafter().state_dict().items()}
+    trainer = train(tmp_path, confidence_only=True, max_steps=30, learning_rate=1e-2)
+    after = trainer.drafter.state_dict()
+    assert {name for name in after if not torch.equal(after[name], before[name])} == {
+        "confidence_head.proj.bias",
+        "confidence_head.proj.weight",
+    }
+    errors = [entry["confidence_bce"] for entry in trainer.state.log_history if "confidence_bce" in entry]
+    assert sum(errors[-5:]) < sum(errors[:5])
+
+
+@NEEDS_MUON
+def test_the_confidence_head_alone_has_no_matrices_for_muon(tmp_path):
+    with pytest.raises(ValueError, match="--confidence-only trains one small head"):
+        arguments(tmp_path, confidence_only=True, muon=True)
 
 
 @pytest.mark.parametrize(("cached", "temperature"), [(False, 1.0), (True, 1.0), (True, 0.5)])
@@ -369,9 +440,17 @@ class Kill(TrainerCallback):
 
 
 @pytest.mark.parametrize("killed_after", [3, 6, 7])
-@pytest.mark.parametrize(("accumulation", "muon"), [(1, False), (2, False), pytest.param(1, True, marks=NEEDS_MUON)])
-def test_a_killed_run_goes_on_as_if_nothing_had_been(killed_after, accumulation, muon, tmp_path):
-    settings = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": accumulation, "muon": muon}
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_accumulation_steps": 2},
+        {"sample_positions": True},
+        pytest.param({"muon": True}, marks=NEEDS_MUON),
+    ],
+)
+def test_a_killed_run_goes_on_as_if_nothing_had_been(killed_after, options, tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 2, **options}
     whole = train(tmp_path / "whole", **settings)
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "killed", callbacks=[Kill(killed_after)], **settings)

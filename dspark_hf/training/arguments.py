@@ -25,6 +25,13 @@ class DSparkTrainingArguments(TrainingArguments):
     position_decay: float = field(
         default=4.0, metadata={"help": "draft positions over which the weight of a position falls by e"}
     )
+    sample_positions: bool = field(
+        default=False,
+        metadata={
+            "help": "train a draft position with the chance that drafts are accepted up to it, as the confidence head "
+            "has it, in place of weighting it: cheaper steps"
+        },
+    )
     temperature: float = field(
         default=1.0, metadata={"help": "of the decoding to train for: low for greedy, 1 for plain sampling"}
     )
@@ -33,6 +40,10 @@ class DSparkTrainingArguments(TrainingArguments):
     )
     train_embed_tokens: bool = field(
         default=False, metadata={"help": "train the drafter's own embedding, where it has one"}
+    )
+    confidence_only: bool = field(
+        default=False,
+        metadata={"help": "train the confidence head alone, best on new responses: drafts stay as they are"},
     )
     attn_implementation: Literal["sdpa", "flex_attention"] = field(
         default="sdpa",
@@ -80,6 +91,14 @@ class DSparkTrainingArguments(TrainingArguments):
         for name in ("cross_entropy_weight", "distance_weight", "confidence_weight", "eval_prompts"):
             if getattr(self, name) < 0:
                 raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}, it must not be negative")
+        for name in ("sample_positions", "confidence_only"):
+            if getattr(self, name) and self.confidence_weight == 0:
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option} needs the confidence head: --confidence-weight must not be 0")
+        if self.confidence_only and (self.muon or self.train_lm_head or self.train_embed_tokens):
+            raise ValueError(
+                "--confidence-only trains one small head: leave out --muon, --train-lm-head and --train-embed-tokens"
+            )
         if self.feature_cache_bits not in (8, 16):
             raise ValueError(f"--feature-cache-bits is {self.feature_cache_bits}, it must be 8 or 16")
         for name in ("position_decay", "max_seconds", "temperature"):

@@ -5,7 +5,8 @@ At each supervised draft position k, with the drafter's distribution p_d and the
     w_k (a CE(p_d, true token) + b ||p_d - p_t||_1 + c BCE(c_k, 1 - 1/2 ||p_d - p_t||_1)),  w_k = exp(-(k - 1) / decay)
 
 The last argument is the exact chance that a token drawn from p_d survives. Outside a reduced draft vocabulary p_d is
-0: the target's mass there counts in full in the distance, and a true token there has no cross entropy.
+0: the target's mass there counts in full in the distance, and a true token there has no cross entropy. In place of
+being weighted, positions can be drawn (`TrainingStep`).
 
 Logits exist for a few positions at a time: each chunk's gradient is taken at once, so that memory does not grow with
 the number of anchors. Shapes: D supervised positions, U positions of sequences that they are compared with, Vd ids.
@@ -152,7 +153,9 @@ def distribution_loss(
     if torch.is_grad_enabled() and (trained or any(x.requires_grad for x in inputs)):
         loss, cross_entropy, distance = _ChunkedLoss.apply(run, *inputs, *trained)
         return DistributionLoss(loss, cross_entropy, distance, None)
-    terms = [run.terms(part, [x[part] for x in inputs], with_hits=True) for part in run.slices()]
+    # Not for a borrowed head either, which nobody may have frozen.
+    with torch.no_grad():
+        terms = [run.terms(part, [x[part] for x in inputs], with_hits=True) for part in run.slices()]
     cross_entropy, distance, hits = (torch.cat(parts) for parts in zip(*terms, strict=True))
     return DistributionLoss(run.weigh(slice(None), cross_entropy, distance), cross_entropy, distance, hits)
 

@@ -126,6 +126,7 @@ class ResponseDataset(Dataset):
         num_anchors: anchors of a sequence at most.
         max_length: longer sequences are cut.
         seed: of the anchors.
+        num_draws: random numbers with each anchor, one for each draft position; 0: none.
         first_row_id: the id of the first row, where several datasets are told apart by the ids of their rows.
 
     Attributes:
@@ -134,9 +135,15 @@ class ResponseDataset(Dataset):
     """
 
     def __init__(
-        self, rows: Sequence[Response], num_anchors: int, max_length: int, seed: int = 0, first_row_id: int = 0
+        self,
+        rows: Sequence[Response],
+        num_anchors: int,
+        max_length: int,
+        seed: int = 0,
+        first_row_id: int = 0,
+        num_draws: int = 0,
     ):
-        self.first_row_id = first_row_id
+        self.first_row_id, self.num_draws = first_row_id, num_draws
         self.num_anchors, self.max_length, self.seed = num_anchors, max_length, seed
         self.epoch = 0
         self.rows = [row for row in rows if self._length(row) - len(row.prompt_ids) >= 2]
@@ -158,17 +165,24 @@ class ResponseDataset(Dataset):
         candidates = torch.arange(len(row.prompt_ids), length - 1)
         generator = _generator(self.seed, self.epoch, index)
         chosen = torch.randperm(len(candidates), generator=generator)[: self.num_anchors]
-        return {"row_id": self.first_row_id + index, "input_ids": ids, "anchors": candidates[chosen.sort().values]}
+        item = {"row_id": self.first_row_id + index, "input_ids": ids, "anchors": candidates[chosen.sort().values]}
+        if self.num_draws:
+            item["draws"] = torch.rand(len(chosen), self.num_draws, generator=generator)
+        return item
 
 
 def collate(items: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """A batch: `row_ids` and `lengths` `[B]`, `input_ids` `[B, L]` (0 behind the end) and `anchors` `[B, N]` (-1)."""
-    return {
+    """A batch: `row_ids` and `lengths` `[B]`, `input_ids` `[B, L]` (0 behind the end), `anchors` `[B, N]` (-1), and
+    `draws` `[B, N, n]` where the items have them."""
+    batch = {
         "row_ids": torch.tensor([item["row_id"] for item in items]),
         "lengths": torch.tensor([len(item["input_ids"]) for item in items]),
         "input_ids": pad_sequence([item["input_ids"] for item in items], batch_first=True),
         "anchors": pad_sequence([item["anchors"] for item in items], batch_first=True, padding_value=-1),
     }
+    if "draws" in items[0]:
+        batch["draws"] = pad_sequence([item["draws"] for item in items], batch_first=True)
+    return batch
 
 
 class LengthBucketSampler(Sampler[int]):

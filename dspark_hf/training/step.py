@@ -12,6 +12,9 @@ from .blocks import DraftPositions, draft_positions, markov_latents, run_blocks
 from .objective import ObjectiveWeights, Supervision, distribution_loss
 from .target_features import TargetFeatures, TargetHead
 
+# Of a position that is drawn: a confidence that is too low must not keep it from being learned.
+_LEAST_CHANCE = 0.1
+
 
 @dataclass
 class StepTotals:
@@ -21,9 +24,10 @@ class StepTotals:
         loss: weighted sum of all terms, with its gradient; divide it by the summed weights.
         weight: the summed weights w_k.
         by_position: `[6, n]` float32, sums at each draft position: positions, cross entropy, acceptance (1 - half the
-            distance), true tokens that are the drafter's first choice, |confidence - acceptance|, BCE.
+            distance), true tokens that are the drafter's first choice, |confidence - acceptance|, BCE. Positions that
+            were drawn count for those that were not.
         tau: `[3]` float32: blocks with all of their positions, and over them the sum of expected acceptance lengths
-            when tokens are drawn, and when they are the first choice.
+            when tokens are drawn, and when they are the first choice. 0 where positions were drawn.
     """
 
     loss: torch.Tensor
@@ -77,20 +81,30 @@ class TrainingStep(nn.Module):
         self.register_buffer("_row_of_id", rows, persistent=False)
 
     def forward(self, batch: dict[str, torch.Tensor], features: TargetFeatures) -> StepTotals:
-        """A batch as `responses.collate` makes it, and the target's features of it."""
+        """A batch as `responses.collate` makes it, and the target's features of it.
+
+        With `draws` in it, a position goes on with the chance that a draft is accepted up to it, and weighs 1: most
+        positions cost no logits, and those of blocks that decoding would leave early cost the fewest.
+        """
         drafter, device = self.drafter, batch["input_ids"].device
         input_ids, anchors = batch["input_ids"], batch["anchors"]
         positions = draft_positions(drafter.config, input_ids, batch["lengths"], anchors)
         hidden = run_blocks(drafter, self._embed, input_ids, anchors, features.context, self._attn_implementation)
         first, num_draft = drafter.config.first_draft_slot, drafter.config.num_draft_tokens
-        # Only supervised positions go on, in the order of what they are compared with: it is made once for all.
-        batch_index, _, draft_index = at = positions.is_supervised.nonzero(as_tuple=True)
+        is_used, chances = positions.is_supervised, None
+        if self.training and "draws" in batch:
+            chances = self._chances(hidden, positions)
+            is_used = is_used & (batch["draws"] < chances)
+        # Only these positions go on, in the order of what they are compared with: it is made once for all.
+        batch_index, _, draft_index = at = is_used.nonzero(as_tuple=True)
         sources = batch_index * input_ids.shape[1] + positions.source_positions[at]
         order = sources.argsort(stable=True)
         at = tuple(index[order] for index in at)
         batch_index, _, draft_index = at
         states = hidden[at[0], at[1], first + draft_index]
         weights = self.coefficients.by_position(num_draft, device)[draft_index]
+        if chances is not None:
+            weights = torch.ones_like(weights)
         supervision = self._supervision(positions, at, sources[order], weights, features)
         result = self._distribution_loss(hidden, states, positions, anchors, input_ids, at, supervision)
         acceptance = 1 - 0.5 * result.distance
@@ -105,8 +119,23 @@ class TrainingStep(nn.Module):
         columns = torch.stack(
             (torch.ones_like(acceptance), result.cross_entropy, acceptance, hits, error, bce.detach())
         )
+        tau = columns.new_zeros(3)
+        if chances is None:
+            tau = _tau(is_used, at, acceptance, hits)
+        else:
+            columns = columns / chances[at]
         by_position = columns.new_zeros(len(columns), num_draft).index_add_(1, draft_index, columns)
-        return StepTotals(loss, weights.sum(), by_position, _tau(positions.is_supervised, at, acceptance, hits))
+        return StepTotals(loss, weights.sum(), by_position, tau)
+
+    @torch.no_grad()
+    def _chances(self, hidden: torch.Tensor, positions: DraftPositions) -> torch.Tensor:
+        """`[B, N, n]` float32: that a draft is accepted up to each position, as the confidence head has it."""
+        config = self.drafter.config
+        states = hidden[:, :, config.first_draft_slot :][:, :, : config.num_draft_tokens]
+        confidences = self.drafter.confidence_logits(states, positions.previous_ids).sigmoid()
+        chances = torch.ones_like(confidences)
+        chances[..., 1:] = confidences.cumprod(dim=-1)[..., :-1]
+        return chances.clamp(min=_LEAST_CHANCE)
 
     def _supervision(
         self,

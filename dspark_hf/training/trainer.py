@@ -43,8 +43,8 @@ class DSparkTrainer(Trainer):
 
     Raises:
         AlignmentError: the drafter does not fit the target.
-        ValueError: no row has room for an anchor, the drafter is not in float32, or `muon` is asked for with FSDP or
-            DeepSpeed.
+        ValueError: no row has room for an anchor, the drafter is not in float32, `muon` is asked for with FSDP or
+            DeepSpeed, or a drafter without a confidence head is to be trained by it.
     """
 
     def __init__(
@@ -71,7 +71,15 @@ class DSparkTrainer(Trainer):
         if drafter.confidence_head is not None and args.confidence_weight == 0:
             # Left without a gradient, it would keep processes waiting for one.
             drafter.confidence_head.requires_grad_(False)
-        train_dataset = _dataset(train_rows, args)
+        for name in ("sample_positions", "confidence_only"):
+            if getattr(args, name) and drafter.confidence_head is None:
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option} needs a confidence head, and this drafter has none: leave it out")
+        if args.confidence_only:
+            for name, parameter in drafter.named_parameters():
+                parameter.requires_grad_(name.startswith("confidence_head."))
+        num_draws = drafter.config.num_draft_tokens if args.sample_positions else 0
+        train_dataset = _dataset(train_rows, args, num_draws=num_draws)
         if not len(train_dataset):
             raise ValueError(
                 f"None of the {len(train_rows)} rows has two response tokens within `max_length` ({args.max_length}): "
@@ -345,8 +353,10 @@ def _seed(args: DSparkTrainingArguments) -> int:
     return args.seed if args.data_seed is None else args.data_seed
 
 
-def _dataset(rows: Sequence[Response], args: DSparkTrainingArguments, first_row_id: int = 0) -> ResponseDataset:
-    return ResponseDataset(rows, args.num_anchors, args.max_length, _seed(args), first_row_id)
+def _dataset(
+    rows: Sequence[Response], args: DSparkTrainingArguments, first_row_id: int = 0, num_draws: int = 0
+) -> ResponseDataset:
+    return ResponseDataset(rows, args.num_anchors, args.max_length, _seed(args), first_row_id, num_draws)
 
 
 def _require_float32(drafter: DSparkDrafter) -> None:
