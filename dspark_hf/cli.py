@@ -20,7 +20,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from . import __version__
-from .alignment import check_alignment
+from .alignment import MUST_NOT_RUN, AlignmentReport, Finding, check_alignment
 from .benchmark import BenchmarkSettings, SweepSettings, run_benchmark, run_sweep
 from .calibration_run import CalibrationSettings, run_calibration
 from .comparison import PairSettings, check_folders, load_pair
@@ -29,7 +29,7 @@ from .data import DataSettings, run_data
 from .demo import DemoSettings, run_demo
 from .doctor_run import DoctorSettings, run_doctor
 from .drafters_run import DraftersSettings, run_drafters
-from .errors import DSparkError
+from .errors import AlignmentError, DSparkError
 from .evaluation import EvaluationSettings, run_evaluation
 from .generate_run import GenerateSettings, run_generate
 from .hub import PushSettings, run_push
@@ -133,8 +133,14 @@ def _inspect(settings: InspectSettings) -> int:
 
 def _check(settings: CheckSettings) -> int:
     say = partial(console_for(settings.json).print, markup=False, highlight=False, soft_wrap=True)
-    pair = load_pair(settings, say)
-    report = check_alignment(pair.target, pair.drafter, target_tokenizer=pair.tokenizer, raise_error=False)
+    try:
+        pair = load_pair(settings, say)
+    except AlignmentError as error:
+        # The drafter that is known for the target is refused before its weights are loaded.
+        finding = Finding(MUST_NOT_RUN, error.field, error.target_value, error.drafter_value, error.remedy)
+        report = AlignmentReport([finding])
+    else:
+        report = check_alignment(pair.target, pair.drafter, target_tokenizer=pair.tokenizer, raise_error=False)
     say(str(report))
     findings = [{name: str(value) for name, value in vars(finding).items()} for finding in report.findings]
     write_json({"ok": report.ok, "findings": findings}, settings.json)

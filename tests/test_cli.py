@@ -249,6 +249,17 @@ def test_check_prints_the_report(verdict, code, monkeypatch, capsys):
     assert str(finding) in printed.err
 
 
+def test_check_reports_a_known_drafter_that_must_not_run(monkeypatch, capsys):
+    def refuse(settings, report):
+        raise AlignmentError("hidden_size", 8, 16, "Take its own target.")
+
+    monkeypatch.setattr(cli, "load_pair", refuse)
+    assert main(["check", "--json"]) == 1
+    (finding,) = json.loads(capsys.readouterr().out)["findings"]
+    assert finding["verdict"] == MUST_NOT_RUN
+    assert (finding["field"], finding["target_value"], finding["drafter_value"]) == ("hidden_size", "8", "16")
+
+
 def test_version_names_what_a_report_needs(capsys):
     assert main(["version"]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
