@@ -136,7 +136,7 @@ def _check(settings: CheckSettings) -> int:
     try:
         pair = load_pair(settings, say)
     except AlignmentError as error:
-        # The drafter that is known for the target is refused before its weights are loaded.
+        # Of the drafter that is known for a target, the first thing that speaks against it.
         finding = Finding(MUST_NOT_RUN, error.field, error.target_value, error.drafter_value, error.remedy)
         report = AlignmentReport([finding])
     else:

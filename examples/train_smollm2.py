@@ -45,7 +45,7 @@ arguments = parser.parse_args()
 folder = Path(arguments.output_dir)
 folder.mkdir(parents=True, exist_ok=True)
 data = [*arguments.data]
-if arguments.num_prompts:
+if arguments.num_prompts or arguments.prompts:
     rows = [
         *islice(template_prompts.prompts(), arguments.num_prompts),
         *islice(assistant_prompts.prompts(), arguments.num_assistant_prompts),

@@ -120,6 +120,9 @@ def test_every_command_has_help(command, capsys):
     assert "(default: None)" not in capsys.readouterr().out
 
 
+ONLY_CONFIDENCE = ["train", "--data", "a", "--output-dir", "o", "--confidence-only", "True"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -138,6 +141,18 @@ def test_every_command_has_help(command, capsys):
         (
             ["train", "--data", "a", "--output-dir", "o", "--algorithm", "dflash", "--distance-weight", "0.5"],
             "--distance-weight is 0.5, but --algorithm dflash means 0.0: leave one out",
+        ),
+        (
+            ["train", "--data", "a", "--output-dir", "o", "--algorithm", "dflash", "--sample-positions", "True"],
+            "--algorithm dflash has no confidence head: leave out --sample-positions and --confidence-only",
+        ),
+        (
+            ONLY_CONFIDENCE,
+            "--confidence-only leaves the drafts of a drafter as they are: name it by --drafter, without",
+        ),
+        (
+            [*ONLY_CONFIDENCE, "--drafter", "d", "--num-hidden-layers", "3"],
+            "name it by --drafter, without --num-hidden-layers",
         ),
         (["bench", "--top-k", "-1"], "--top-k is -1, it must be 0 or more"),
         (["eval", "--top-p", "0"], "--top-p is 0.0, it must lie between 0 and 1"),

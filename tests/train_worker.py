@@ -10,10 +10,11 @@ from test_training import responses, train
 from dspark_hf.training.run import part_processes
 
 torch.set_num_threads(1)
-folder, batch_size = Path(sys.argv[1]), int(sys.argv[2])
+folder, batch_size, drawn = Path(sys.argv[1]), int(sys.argv[2]), bool(sys.argv[3])
 # Of five rows, two processes are given six.
 settings = {"eval_rows": responses()[:5], "eval_strategy": "steps", "eval_steps": 4, "per_device_eval_batch_size": 1}
-trainer = train(folder, max_steps=4, per_device_train_batch_size=batch_size, **settings)
+settings |= {"per_device_train_batch_size": batch_size, "sample_positions": drawn}
+trainer = train(folder, max_steps=4, **settings)
 if trainer.args.process_index == 0:
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     (evaluated,) = (entry for entry in trainer.state.log_history if "eval_loss" in entry)

@@ -107,6 +107,18 @@ class TrainSettings(DSparkTrainingArguments):
             raise ValueError(
                 f"--{given[0].replace('_', '-')} is of a new drafter, but --drafter names one to start from"
             )
+        if self.confidence_only:
+            changing = ("draft_vocab_size", "num_hidden_layers", "markov_head_type")
+            given = [name for name in changing if getattr(self, name) is not None]
+            if self.drafter is None or given:
+                raise ValueError(
+                    "--confidence-only leaves the drafts of a drafter as they are: name it by --drafter, without --"
+                    + ", --".join(name.replace("_", "-") for name in (given or changing))
+                )
+        if self.algorithm == "dflash" and (self.sample_positions or self.confidence_only):
+            raise ValueError(
+                "--algorithm dflash has no confidence head: leave out --sample-positions and --confidence-only"
+            )
         if self.algorithm == "dflash":
             defaults = {each.name: each.default for each in fields(self)}
             for name, value in _DFLASH_WEIGHTS.items():

@@ -21,8 +21,8 @@ class StepTotals:
     """Sums over the supervised positions of a batch.
 
     Attributes:
-        loss: weighted sum of all terms, with its gradient; divide it by the summed weights.
-        weight: the summed weights w_k.
+        loss: weighted sum of all terms, with its gradient.
+        weight: the summed weights.
         by_position: `[6, n]` float32, sums at each draft position: positions, cross entropy, acceptance (1 - half the
             distance), true tokens that are the drafter's first choice, |confidence - acceptance|, BCE. Positions that
             were drawn count for those that were not.
@@ -94,7 +94,8 @@ class TrainingStep(nn.Module):
         is_used, chances = positions.is_supervised, None
         if self.training and "draws" in batch:
             chances = self._chances(hidden, positions)
-            is_used = is_used & (batch["draws"] < chances)
+            # A number near 1 may have been rounded to it.
+            is_used = is_used & ((batch["draws"] < chances) | (chances == 1))
         # Only these positions go on, in the order of what they are compared with: it is made once for all.
         batch_index, _, draft_index = at = is_used.nonzero(as_tuple=True)
         sources = batch_index * input_ids.shape[1] + positions.source_positions[at]
@@ -132,7 +133,9 @@ class TrainingStep(nn.Module):
         """`[B, N, n]` float32: that a draft is accepted up to each position, as the confidence head has it."""
         config = self.drafter.config
         states = hidden[:, :, config.first_draft_slot :][:, :, : config.num_draft_tokens]
-        confidences = self.drafter.confidence_logits(states, positions.previous_ids).sigmoid()
+        # Not in autocast: before torch 2.10 it keeps the head's weights as they are cast here, without a gradient.
+        with torch.autocast(hidden.device.type, enabled=False):
+            confidences = self.drafter.confidence_logits(states.float(), positions.previous_ids).sigmoid()
         chances = torch.ones_like(confidences)
         chances[..., 1:] = confidences.cumprod(dim=-1)[..., :-1]
         return chances.clamp(min=_LEAST_CHANCE)

@@ -34,7 +34,8 @@ class DSparkTrainer(Trainer):
     """Trains a drafter on responses of its target.
 
     Args:
-        drafter: as `DSparkDrafter.from_pretrained`, or `new_drafter`, gives it; in float32. It is changed in place.
+        drafter: as `DSparkDrafter.from_pretrained`, or `new_drafter`, gives it; in float32. It is changed in place;
+            what `args` does not train of it stays frozen.
         target: the model that it drafts for, frozen; its dtype is its own.
         args: the settings.
         train_rows: responses to train on.
@@ -136,7 +137,8 @@ class DSparkTrainer(Trainer):
 
     @property
     def draft_tokens(self) -> int:
-        """Supervised draft tokens so far, of all processes and also before a restart."""
+        """Supervised draft tokens so far, of all processes and also before a restart; with `sample_positions`, those
+        that could have been drawn."""
         return self._clock.draft_tokens
 
     # Batches
@@ -147,12 +149,15 @@ class DSparkTrainer(Trainer):
         return LengthBucketSampler(self.train_dataset, size, _seed(args))  # type: ignore[arg-type]
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor:
-        """The summed weights of all supervised positions of an optimizer step, on all processes.
+        """The summed weights of all supervised positions of an optimizer step, on all processes; where positions are
+        drawn, which is later, their number.
 
         transformers counts labels here, which our batches do not have.
         """
         config = self.drafter.config
         weights = self.args.objective.by_position(config.num_draft_tokens)
+        if self.args.sample_positions:
+            weights = torch.ones_like(weights)
         summed = torch.cat((weights.new_zeros(1), weights.cumsum(0)))
         # Summed weights, and how many positions.
         total = torch.zeros(2, device=device)
@@ -216,6 +221,9 @@ class DSparkTrainer(Trainer):
         if "loss" in logs and self._train_totals is not None:
             totals, self._train_totals = self._train_totals.gathered(self.accelerator), None
             logs = {**logs, **totals.metrics(with_hits=False, with_confidence=self._has_confidence)}
+            if self.args.sample_positions:
+                # Each step was divided by how many positions could have been drawn.
+                logs["loss"] = round(totals.mean_loss, 4)
         seen = {"draft_tokens": self.draft_tokens, "seconds": round(self._clock.elapsed, 1)}
         super().log({**logs, **seen}, start_time)
 
