@@ -158,8 +158,8 @@ ONLY_CONFIDENCE = ["train", "--data", "a", "--output-dir", "o", "--confidence-on
         (["eval", "--top-p", "0"], "--top-p is 0.0, it must lie between 0 and 1"),
         (["train", "--data", "a", "--output-dir", "o", "--position-decay", "0"], "--position-decay is 0.0, it must"),
         (
-            ["train", "--data", "a", "--output-dir", "o", "--drafter", "d", "--block-size", "4"],
-            "--block-size is of a new drafter, but --drafter names one to start from",
+            ["train", "--data", "a", "--output-dir", "o", "--drafter", "d", "--markov-rank", "4"],
+            "--markov-rank is of a new drafter, but --drafter names one to start from",
         ),
         (["inspect"], "drafter is missing: a folder or a hub id"),
         (["generate", "Hi", "--file", "a.txt"], "--file and a prompt exclude each other"),

@@ -30,6 +30,7 @@ from dspark_hf.training.blocks import BLOCK_ATTENTION, draft_positions, markov_l
 from dspark_hf.training.new_drafter import (
     choose_draft_vocabulary,
     choose_mask_token,
+    with_block_size,
     with_draft_vocabulary,
     with_markov_head,
     with_more_layers,
@@ -925,6 +926,23 @@ def test_a_gated_markov_head_starts_as_the_vanilla_one_and_learns(tmp_path):
     assert trained.markov_head.gate_proj.weight.any()
     with pytest.raises(ValueError, match="The drafter's Markov head is gated and is to be vanilla"):
         with_markov_head(new, "vanilla")
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "mask positions"])
+def test_a_drafter_gets_longer_and_shorter_blocks(kind, tmp_path):
+    old = make_drafter(kind)
+    size = old.config.block_size
+    longer = with_block_size(old, size + 3)
+    assert longer.config.num_draft_tokens == old.config.num_draft_tokens + 3
+    for name, tensor in old.state_dict().items():
+        assert torch.equal(longer.state_dict()[name], tensor), name
+    again = with_block_size(longer, size)
+    ids = sequence(9, 3)
+    assert torch.equal(inference_logits(again, ids, 4), inference_logits(old, ids, 4))
+    trained = train(tmp_path, longer, max_steps=3).drafter
+    assert_lossless(target(), trained.eval())
+    with pytest.raises(ValueError, match="`block_size` must be an integer"):
+        with_block_size(old, 0)
 
 
 def test_layers_are_added_and_not_taken_away(tmp_path):

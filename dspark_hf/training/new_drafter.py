@@ -240,6 +240,23 @@ def with_more_layers(drafter: DSparkDrafter, num_hidden_layers: int) -> DSparkDr
 
 
 @torch.no_grad()
+def with_block_size(drafter: DSparkDrafter, block_size: int) -> DSparkDrafter:
+    """The same drafter with longer or shorter blocks, in the dtype of its weights, to be trained on: no weight belongs
+    to one position, but all positions of a block see each other, so that its drafts change a little at once.
+
+    Args:
+        drafter: not changed.
+        block_size: of the new one.
+
+    Raises:
+        ValueError: a block cannot have this size.
+    """
+    new = _reshaped(drafter, block_size=block_size)
+    new.load_state_dict(drafter.state_dict())
+    return new
+
+
+@torch.no_grad()
 def with_markov_head(drafter: DSparkDrafter, kind: str) -> DSparkDrafter:
     """The same drafter with another kind of Markov head, in the dtype of its weights: it drafts as before until it is
     trained.

@@ -20,6 +20,7 @@ from .new_drafter import (
     choose_draft_vocabulary,
     choose_mask_token,
     new_drafter,
+    with_block_size,
     with_draft_vocabulary,
     with_markov_head,
     with_more_layers,
@@ -37,7 +38,7 @@ _LAST_WRITTEN = "trainer_state.json"
 _SHAPE: tuple[str, ...] = ("num_hidden_layers", "block_size", "markov_head_type", "markov_rank")
 _SHAPE += ("target_layer_ids", "mask_token_id")
 # What a drafter to start from can get.
-_ADDABLE = ("num_hidden_layers", "markov_head_type")
+_ADDABLE = ("num_hidden_layers", "markov_head_type", "block_size")
 # What makes a DFlash drafter of one, and its objective.
 _DFLASH_SHAPE = {"markov_head_type": "none", "sample_from_anchor": False, "enable_confidence_head": False}
 _DFLASH_WEIGHTS = {"cross_entropy_weight": 1.0, "distance_weight": 0.0, "confidence_weight": 0.0}
@@ -67,7 +68,10 @@ class TrainSettings(DSparkTrainingArguments):
     num_hidden_layers: int | None = field(
         default=None, metadata={"help": "draft layers; default: 2, or those of --drafter, which more can be added to"}
     )
-    block_size: int | None = field(default=None, metadata={"help": "positions of a block; default: 7"})
+    block_size: int | None = field(
+        default=None,
+        metadata={"help": "positions of a block; default: 7, or those of --drafter, which can get more or fewer"},
+    )
     markov_head_type: str | None = field(
         default=None,
         metadata={
@@ -108,7 +112,7 @@ class TrainSettings(DSparkTrainingArguments):
                 f"--{given[0].replace('_', '-')} is of a new drafter, but --drafter names one to start from"
             )
         if self.confidence_only:
-            changing = ("draft_vocab_size", "num_hidden_layers", "markov_head_type")
+            changing = ("draft_vocab_size", *_ADDABLE)
             given = [name for name in changing if getattr(self, name) is not None]
             if self.drafter is None or given:
                 raise ValueError(
@@ -260,6 +264,8 @@ def _make_drafter(
             drafter = with_more_layers(drafter, settings.num_hidden_layers)
         if settings.markov_head_type is not None:
             drafter = with_markov_head(drafter, settings.markov_head_type)
+        if settings.block_size is not None:
+            drafter = with_block_size(drafter, settings.block_size)
         return drafter
     shape: dict[str, Any] = {"target_model_name_or_path": TARGET_ID} if settings.target is None else {}
     shape |= settings.shape
