@@ -70,7 +70,7 @@ if arguments.num_prompts or arguments.prompts:
 shape = {"draft_vocab_size": 16384}
 if arguments.new:
     # The last two of 30 layers to start from; features from all over the depth.
-    shape |= {"block_size": 6, "init_layer_ids": [28, 29], "target_layer_ids": [1, 7, 13, 20, 26]}
+    shape |= {"block_size": 8, "init_layer_ids": [28, 29], "target_layer_ids": [1, 7, 13, 20, 26]}
     shape |= {"markov_rank": 64, "markov_head_type": "gated"}
 else:
     shape |= {"drafter": str(DRAFTER_FOLDER)}

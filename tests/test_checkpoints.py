@@ -213,7 +213,7 @@ class TestResolvedConfig:
         checkpoint = read_checkpoint(DRAFTERS / "smollm2-135m-dspark")
         config = checkpoint.config
         assert config.target_layer_ids == [1, 7, 13, 20, 26]
-        assert (config.block_size, config.num_draft_tokens, config.mask_token_id) == (6, 6, 3)
+        assert (config.block_size, config.num_draft_tokens, config.mask_token_id) == (8, 8, 3)
         assert (config.vocab_size, config.draft_vocab_size, config.has_reduced_vocabulary) == (49152, 16384, True)
         assert (config.hidden_size, config.num_attention_heads, config.num_key_value_heads) == (576, 9, 3)
         assert config.rope_parameters == {"rope_type": "default", "rope_theta": 100000.0}
