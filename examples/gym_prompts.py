@@ -19,10 +19,9 @@ from typing import Any
 
 import reasoning_gym
 from function_prompts import COMPLETE, NOT_SHOWN
-from template_prompts import listed, write_prompts
+from template_prompts import REASONING, listed, write_prompts
 from varied_prompts import given_prompts
 
-STEPS = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 ASKED = (
     "Write a python function to solve this: {task}",
     "{task} Write the code in Python.",
@@ -44,17 +43,17 @@ _WORD = re.compile(r"\b[a-z]+\b")
 
 def words_of(prompt: str) -> set[str]:
     """The words that stay when numbers and names change."""
-    return set(_WORD.findall(prompt))
+    return set(_WORD.findall(prompt.replace(REASONING, "")))
 
 
 def held_out_words(paths: Sequence[str]) -> list[set[str]]:
     """Those of each held-out prompt of these files."""
-    return [words_of(prompt.replace(STEPS, "")) for path in paths for prompt in given_prompts(path, held_out=True)]
+    return [words_of(prompt) for path in paths for prompt in given_prompts(path, held_out=True)]
 
 
 def is_like(prompt: str, others: Sequence[set[str]]) -> bool:
     """Whether two fifths of the words of it and of another are the same."""
-    words = words_of(prompt.replace(STEPS, ""))
+    words = words_of(prompt)
     return any(len(words & other) >= 0.4 * len(words | other) for other in others)
 
 
@@ -88,7 +87,7 @@ def programs(seed: int) -> Iterator[str]:
 def sums(seed: int) -> Iterator[str]:
     """Sums in words."""
     for row in reasoning_gym.create_dataset("gsm_symbolic", size=100_000, seed=seed):
-        yield _FORM.split(row["question"])[0].strip() + STEPS
+        yield _FORM.split(row["question"])[0].strip() + REASONING
 
 
 def problems(seed: int) -> Iterator[str]:
@@ -98,7 +97,7 @@ def problems(seed: int) -> Iterator[str]:
         for dataset in sets:
             question = _FORM.split(dataset[index]["question"])[0].strip()
             if 20 <= len(question) <= 500:
-                yield question + STEPS
+                yield question + REASONING
 
 
 def prompts(paths: Sequence[str], seed: int = 0) -> Iterator[dict[str, Any]]:

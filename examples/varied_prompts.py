@@ -42,10 +42,10 @@ _NO_PERSONS = {"The", "She", "Each", "This", "That", "There", "What", "How", "On
 
 def given_prompts(path: str, held_out: bool = False) -> Iterator[str]:
     """The prompts of a file, without those held out, or these alone."""
-    is_set = file_stem(Path(path)) in HELD_OUT_SETS
+    all_held_out = file_stem(Path(path)) in HELD_OUT_SETS
     for number, line in numbered_lines(Path(path)):
         row = json.loads(line)
-        if (is_set or row.get("index", number) % HELD_OUT == 0) == held_out:
+        if (all_held_out or row.get("index", number) % HELD_OUT == 0) == held_out:
             yield row["prompt"] if "prompt" in row else row["turns"][0]
 
 

@@ -336,6 +336,9 @@ def reasoning_gym(monkeypatch, tmp_path):
     sys.modules.pop("reasoning_gym", None)
 
 
+KINDS_OF_GYM = ("programs", "sums", "problems")
+
+
 def test_gym_prompts(run, tmp_path, reasoning_gym):
     rows = [{"index": 20, "turns": ["Ben has 7 green apples. How many are left?"]}, {"index": 1, "prompt": "boys run"}]
     (tmp_path / "given.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -350,8 +353,6 @@ def test_gym_prompts(run, tmp_path, reasoning_gym):
     shown = [prompt for prompt in asked["programs"] if "```" in prompt]
     assert all(re.search(r"def \w+\(numbers\):\n    \"\"\" Given \d+ numbers", prompt) for prompt in shown)
 
-
-KINDS_OF_GYM = ("programs", "sums", "problems")
 
 # Examples that another test module runs.
 ELSEWHERE = ["train_smollm2"]

@@ -233,7 +233,7 @@ def test_positions_are_drawn_with_the_chance_that_drafts_come_to_them(kind):
     torch.testing.assert_close(totals.loss, expected, rtol=1e-4, atol=1e-4)
     assert 0 < float(totals.weight) == weight < len(acceptances)
     for name, gradient in gradients.items():
-        torch.testing.assert_close(dict(drafter.named_parameters())[name].grad, gradient, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(drafter.get_parameter(name).grad, gradient, rtol=1e-3, atol=1e-4)
     # An evaluation takes all of them.
     assert float(evaluated.by_position[0].sum()) == len(acceptances)
 

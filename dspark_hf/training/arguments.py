@@ -91,10 +91,9 @@ class DSparkTrainingArguments(TrainingArguments):
         for name in ("cross_entropy_weight", "distance_weight", "confidence_weight", "eval_prompts"):
             if getattr(self, name) < 0:
                 raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}, it must not be negative")
-        for name in ("sample_positions", "confidence_only"):
-            if getattr(self, name) and self.confidence_weight == 0:
-                option = name.replace("_", "-")
-                raise ValueError(f"--{option} needs the confidence head: --confidence-weight must not be 0")
+        for option in self.options_by_confidence:
+            if self.confidence_weight == 0:
+                raise ValueError(f"{option} needs the confidence head: --confidence-weight must not be 0")
         if self.confidence_only and (self.muon or self.train_lm_head or self.train_embed_tokens):
             raise ValueError(
                 "--confidence-only trains one small head: leave out --muon, --train-lm-head and --train-embed-tokens"
@@ -135,6 +134,12 @@ class DSparkTrainingArguments(TrainingArguments):
         if self.max_seconds is not None and self.max_steps <= 0:
             self.num_train_epochs = 1e6
         super().__post_init__()
+
+    @property
+    def options_by_confidence(self) -> list[str]:
+        """The options that are given and go by the drafter's confidence head."""
+        given = {"--sample-positions": self.sample_positions, "--confidence-only": self.confidence_only}
+        return [option for option, is_given in given.items() if is_given]
 
     @property
     def objective(self) -> ObjectiveWeights:

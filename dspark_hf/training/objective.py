@@ -38,8 +38,12 @@ class ObjectiveWeights:
     decay: float = 4.0
     temperature: float = 1.0
 
-    def by_position(self, num_positions: int, device: torch.device | None = None) -> torch.Tensor:
-        """`[n]` weights w_k, float32."""
+    def by_position(
+        self, num_positions: int, device: torch.device | None = None, are_drawn: bool = False
+    ) -> torch.Tensor:
+        """`[n]` weights w_k, float32; 1 of positions that are drawn."""
+        if are_drawn:
+            return torch.ones(num_positions, device=device)
         return torch.exp(-torch.arange(num_positions, dtype=torch.float32, device=device) / self.decay)
 
 

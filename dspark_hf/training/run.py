@@ -119,11 +119,11 @@ class TrainSettings(DSparkTrainingArguments):
                     "--confidence-only leaves the drafts of a drafter as they are: name it by --drafter, without --"
                     + ", --".join(name.replace("_", "-") for name in (given or changing))
                 )
-        if self.algorithm == "dflash" and (self.sample_positions or self.confidence_only):
-            raise ValueError(
-                "--algorithm dflash has no confidence head: leave out --sample-positions and --confidence-only"
-            )
         if self.algorithm == "dflash":
+            if self.options_by_confidence:
+                raise ValueError(
+                    "--algorithm dflash has no confidence head: leave out --sample-positions and --confidence-only"
+                )
             defaults = {each.name: each.default for each in fields(self)}
             for name, value in _DFLASH_WEIGHTS.items():
                 given = getattr(self, name)

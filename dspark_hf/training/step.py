@@ -103,9 +103,7 @@ class TrainingStep(nn.Module):
         at = tuple(index[order] for index in at)
         batch_index, _, draft_index = at
         states = hidden[at[0], at[1], first + draft_index]
-        weights = self.coefficients.by_position(num_draft, device)[draft_index]
-        if chances is not None:
-            weights = torch.ones_like(weights)
+        weights = self.coefficients.by_position(num_draft, device, are_drawn=chances is not None)[draft_index]
         supervision = self._supervision(positions, at, sources[order], weights, features)
         result = self._distribution_loss(hidden, states, positions, anchors, input_ids, at, supervision)
         acceptance = 1 - 0.5 * result.distance
@@ -120,19 +118,18 @@ class TrainingStep(nn.Module):
         columns = torch.stack(
             (torch.ones_like(acceptance), result.cross_entropy, acceptance, hits, error, bce.detach())
         )
-        tau = columns.new_zeros(3)
         if chances is None:
             tau = _tau(is_used, at, acceptance, hits)
         else:
-            columns = columns / chances[at]
+            tau, columns = columns.new_zeros(3), columns / chances[at]
         by_position = columns.new_zeros(len(columns), num_draft).index_add_(1, draft_index, columns)
         return StepTotals(loss, weights.sum(), by_position, tau)
 
     @torch.no_grad()
     def _chances(self, hidden: torch.Tensor, positions: DraftPositions) -> torch.Tensor:
         """`[B, N, n]` float32: that a draft is accepted up to each position, as the confidence head has it."""
-        config = self.drafter.config
-        states = hidden[:, :, config.first_draft_slot :][:, :, : config.num_draft_tokens]
+        first, num_draft = self.drafter.config.first_draft_slot, self.drafter.config.num_draft_tokens
+        states = hidden[:, :, first : first + num_draft]
         # Not in autocast: before torch 2.10 it keeps the head's weights as they are cast here, without a gradient.
         with torch.autocast(hidden.device.type, enabled=False):
             confidences = self.drafter.confidence_logits(states.float(), positions.previous_ids).sigmoid()

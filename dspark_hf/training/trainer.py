@@ -59,6 +59,9 @@ class DSparkTrainer(Trainer):
     ):
         check_pair(target, drafter).raise_if_blocked()
         _require_float32(drafter)
+        for option in args.options_by_confidence:
+            if drafter.confidence_head is None:
+                raise ValueError(f"{option} needs a confidence head, and this drafter has none: leave it out")
         self.drafter, self.target = drafter, target
         self.args: DSparkTrainingArguments
         # Of the old weights; new ones need a new one.
@@ -72,10 +75,6 @@ class DSparkTrainer(Trainer):
         if drafter.confidence_head is not None and args.confidence_weight == 0:
             # Left without a gradient, it would keep processes waiting for one.
             drafter.confidence_head.requires_grad_(False)
-        for name in ("sample_positions", "confidence_only"):
-            if getattr(args, name) and drafter.confidence_head is None:
-                option = name.replace("_", "-")
-                raise ValueError(f"--{option} needs a confidence head, and this drafter has none: leave it out")
         if args.confidence_only:
             for name, parameter in drafter.named_parameters():
                 parameter.requires_grad_(name.startswith("confidence_head."))
@@ -155,9 +154,7 @@ class DSparkTrainer(Trainer):
         transformers counts labels here, which our batches do not have.
         """
         config = self.drafter.config
-        weights = self.args.objective.by_position(config.num_draft_tokens)
-        if self.args.sample_positions:
-            weights = torch.ones_like(weights)
+        weights = self.args.objective.by_position(config.num_draft_tokens, are_drawn=self.args.sample_positions)
         summed = torch.cat((weights.new_zeros(1), weights.cumsum(0)))
         # Summed weights, and how many positions.
         total = torch.zeros(2, device=device)
